@@ -1,0 +1,95 @@
+"""Logs and the metrics port: how every process of ours speaks to the outside.
+
+Invariant: one process, one registry, one port; a log event is one JSON line (pretty on a terminal) that carries the
+context bound to its process: run, worker, stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, start_http_server
+
+from hiddenq.contracts.errors import UsageError
+
+PORT_TRIES = 64
+
+
+def configure_logging(**context: Any) -> None:
+    """Send structlog and stdlib logging to stderr: JSON lines, or pretty ones on a terminal.
+
+    `HIDDENQ_LOG_LEVEL` (default INFO) and `HIDDENQ_LOG_FORMAT` (`json`, `pretty`) decide; `context` is on every line.
+    """
+    level = logging.getLevelNamesMapping().get(os.environ.get("HIDDENQ_LOG_LEVEL", "INFO").upper(), logging.INFO)
+    pretty = os.environ.get("HIDDENQ_LOG_FORMAT", "pretty" if sys.stderr.isatty() else "json") == "pretty"
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for noisy in ("botocore", "boto3", "urllib3", "s3transfer", "httpx", "filelock", "rq.worker"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.clear_contextvars()
+    bind(**context)
+
+
+def bind(**context: Any) -> None:
+    """Put more context on this process's log lines. Threads started later inherit nothing: bind in each."""
+    structlog.contextvars.bind_contextvars(**context)
+
+
+def logger() -> Any:
+    """The structlog logger."""
+    return structlog.get_logger("hiddenq")
+
+
+def serve_metrics(registry: CollectorRegistry, *, port: int, address: str = "127.0.0.1") -> int:
+    """Serve `/metrics` at `port` or the next free one after it; returns the port taken.
+
+    Port 0 serves nowhere and returns 0.
+
+    Raises:
+        UsageError: none of the next 64 ports can be bound.
+    """
+    if port == 0:
+        return 0
+    for candidate in range(port, min(port + PORT_TRIES, 65536)):
+        try:
+            start_http_server(candidate, addr=address, registry=registry)
+        except OSError:
+            continue
+        return candidate
+    raise UsageError(f"--metrics-port {port}: no free port from {port} to {port + PORT_TRIES - 1} on {address}")
+
+
+def host_name() -> str:
+    """This host's name for people and labels: `HIDDENQ_HOST`, else the system's."""
+    return os.environ.get("HIDDENQ_HOST") or socket.gethostname()
