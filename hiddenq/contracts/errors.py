@@ -20,6 +20,7 @@ caller ever looks into a message to decide. Each text says what, which id, what 
         ├── BadMessage              a message that breaks the contract: dead letter, nothing runs
         ├── DamagedShard            bytes differ from what was recorded: quarantine, make it again
         ├── MissingShard            the file is gone: make it again
+        ├── ObjectMissing           the store has no object of that key
         ├── NonFiniteStates         NaN or Inf where a sample's real tokens are
         └── LeaseLost               another execution owns this batch now: drop the work, delete the file
 """
@@ -101,6 +102,10 @@ class DamagedShard(PermanentError):
 
 class MissingShard(PermanentError):
     """A shard whose file is gone."""
+
+
+class ObjectMissing(PermanentError):
+    """There is no object of that key in the store."""
 
 
 class NonFiniteStates(PermanentError):
