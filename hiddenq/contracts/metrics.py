@@ -6,7 +6,12 @@ Names are `hiddenq_<stage>_<thing>_<unit>[_total]` in base units.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 STAGE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -85,33 +90,88 @@ class UploaderMetrics:
         self.store_away = gauge("store_away", "1 while the object store can't be used.")
 
 
-class MonitorMetrics:
-    """What the queue exporter exports, once a fleet."""
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A gauge of the monitor: its name without the prefix, its help and its labels."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """The name as Prometheus sees it."""
+        return f"hiddenq_monitor_{self.name}"
+
+
+_QUEUE = ("queue", "run", "spool_id", "host")
+_WORKER = ("role", "run", "host", "device", "target")
+
+MONITOR_FAMILIES: tuple[Family, ...] = (
+    Family(name="queue_depth", text="Jobs waiting; `run` names an extract queue, `spool_id` an upload queue.",
+           labels=_QUEUE),
+    Family(name="queue_oldest_seconds", text="Age of the oldest waiting job; 0 for an empty queue.", labels=_QUEUE),
+    Family(name="queue_started", text="Jobs under a lease.", labels=_QUEUE),
+    Family(name="queue_delayed", text="Jobs that wait for their next attempt.", labels=_QUEUE),
+    Family(name="dead_letters", text="Batches set aside after their last attempt.", labels=("run",)),
+    Family(name="workers_live", text="Workers with a fresh heartbeat.", labels=("role", "host")),
+    Family(name="workers_expected", text="Workers registered and neither drained nor forgotten.",
+           labels=("role", "host")),
+    Family(name="worker_up", text="1 with a fresh heartbeat, 0 without.", labels=_WORKER),
+    Family(name="worker_starting_seconds", text="Seconds a live worker has been starting; 0 once it is ready.",
+           labels=_WORKER),
+    Family(name="worker_stalled_seconds", labels=_WORKER,
+           text="Seconds in which a GPU worker could have finished a batch and did not; 0 without work for it."),
+    Family(name="run_batches", text="Batches of the run.", labels=("run",)),
+    Family(name="run_batches_committed", text="Committed batches, by the ledger.", labels=("run",)),
+    Family(name="run_samples", text="Samples of the run.", labels=("run",)),
+    Family(name="run_samples_committed", text="Samples in committed shards, by the ledger.", labels=("run",)),
+    Family(name="run_tokens", text="Real tokens of the run.", labels=("run",)),
+    Family(name="run_tokens_committed", text="Real tokens in committed shards, by the ledger.", labels=("run",)),
+    Family(name="run_committed_bytes", text="Bytes of committed shards, by the ledger.", labels=("run",)),
+    Family(name="run_tokens_per_second", text="Committed tokens a second over the last 5 minutes.", labels=("run",)),
+    Family(name="run_samples_per_second", text="Committed samples a second over the last 5 minutes.", labels=("run",)),
+    Family(name="run_eta_seconds", text="Seconds to the end at that rate, by tokens; absent without a rate.",
+           labels=("run",)),
+    Family(name="run_complete", text="1 when every batch is committed.", labels=("run",)),
+    Family(name="batch_p99_seconds", labels=("run",),
+           text="99th percentile of the run's batch times over its last 1,024 batches; 0 before the first."),
+    Family(name="spool_alive", text="1 while the spool's heartbeat is fresh.", labels=("spool_id", "host")),
+    Family(name="redis_up", text="1 while Redis answers; without it all but this and the next stand still."),
+    Family(name="snapshot_timestamp_seconds", text="Unix time of the last look at Redis that succeeded."),
+    Family(name="redis_memory_bytes", text="Memory Redis uses."),
+    Family(name="redis_memory_max_bytes", text="Redis's limit; 0 for none."),
+)  # fmt: skip
+
+Sample = tuple[str, tuple[str, ...], float]
+"""One sample of the monitor: name of its family, label values in the family's order, value."""
+
+
+class MonitorMetrics(Collector):
+    """What the queue exporter exports, once a fleet.
+
+    The samples are replaced as a whole, so a scrape sees one moment, and what has left the fleet leaves the metrics.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"hiddenq_monitor_{name}", text, labels, registry=registry)
+        self._by_name = {family.name: family for family in MONITOR_FAMILIES}
+        self._samples: tuple[Sample, ...] = ()
+        registry.register(self)
 
-        self.queue_depth = gauge("queue_depth", "Jobs waiting.", "run", "queue")
-        self.queue_oldest_seconds = gauge("queue_oldest_seconds", "Age of the oldest waiting job.", "run", "queue")
-        self.started = gauge("started", "Jobs under a lease.", "run", "queue")
-        self.delayed = gauge("delayed", "Jobs that wait for their next attempt.", "run", "queue")
-        self.dead_letters = gauge("dead_letters", "Batches set aside after their last attempt.", "run")
-        self.workers_live = gauge("workers_live", "Workers with a fresh heartbeat.", "role", "host")
-        self.workers_expected = gauge("workers_expected", "Workers registered and not drained.", "role", "host")
-        self.worker_up = gauge("worker_up", "1 with a fresh heartbeat, 0 without.", "role", "host", "target")
-        self.run_batches = gauge("run_batches", "Batches of the run.", "run")
-        self.run_batches_committed = gauge("run_batches_committed", "Committed batches.", "run")
-        self.run_samples = gauge("run_samples", "Samples of the run.", "run")
-        self.run_samples_committed = gauge("run_samples_committed", "Samples in committed shards.", "run")
-        self.run_tokens = gauge("run_tokens", "Real tokens of the run.", "run")
-        self.run_tokens_committed = gauge("run_tokens_committed", "Real tokens in committed shards.", "run")
-        self.run_bytes_committed = gauge("run_committed_bytes", "Bytes of committed shards.", "run")
-        self.run_tokens_per_second = gauge("run_tokens_per_second", "Committed tokens a second, last 5 minutes.", "run")
-        self.run_eta_seconds = gauge("run_eta_seconds", "Seconds to the end at that rate, by tokens.", "run")
-        self.run_complete = gauge("run_complete", "1 when every batch is committed.", "run")
-        self.batch_p99_seconds = gauge("batch_p99_seconds", "99th percentile of the run's batch times.", "run")
-        self.spool_alive = gauge("spool_alive", "1 while the spool's heartbeat is fresh.", "spool_id", "host")
-        self.redis_up = gauge("redis_up", "1 while Redis answers.")
-        self.redis_memory = gauge("redis_memory_bytes", "Memory Redis uses.")
-        self.redis_memory_max = gauge("redis_memory_max_bytes", "Redis's limit; 0 for none.")
+    def replace(self, samples: Iterable[Sample]) -> None:
+        """Export these samples from now on."""
+        samples = tuple(samples)
+        for name, labels, _ in samples:
+            family = self._by_name[name]
+            assert len(labels) == len(family.labels), f"{name}: expected labels {family.labels}, found {labels}"
+        self._samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the catalogue, with the samples of the last `replace`."""
+        exported = {
+            family.name: GaugeMetricFamily(family.full_name, family.text, labels=family.labels)
+            for family in MONITOR_FAMILIES
+        }
+        for name, labels, value in self._samples:
+            exported[name].add_metric(labels, value)
+        yield from exported.values()
