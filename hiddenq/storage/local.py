@@ -1,0 +1,295 @@
+"""A local folder as a store: the final place, so everything is fsynced before it counts.
+
+Invariant: an object appears under its key by one rename of a file whose bytes are on disk, and the rename is on disk
+before `put_*` returns. A shard whose spool lies on the same file system is read once to prove its checksum and then
+linked, not copied; what was linked is shown to be the very file that was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+
+from hiddenq.contracts import checksum as crc
+from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, StoreAway, StoreRefused
+from hiddenq.storage.store import ObjectInfo, StoreCapabilities
+
+CHUNK_BYTES = 8 << 20
+TEMPORARY_PREFIX = ".tmp-"
+CHECKSUM_ATTRIBUTE = "user.hiddenq.checksum"
+"""Extended attribute that keeps a shard's checksum beside it, where the file system has such things."""
+UNFINISHED_SECONDS = 600
+"""A temporary file younger than this is never swept, whatever is known of its execution."""
+
+
+class LocalStore:
+    """Objects are files below one folder; names that start with a dot are not objects."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(os.path.abspath(folder.expanduser()))
+        self.uri = str(self.folder)
+
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+        target = self._path(key)
+        with self._errors(key), opened(path) as source:
+            ensure_folder(target.parent)
+            temporary = self._temporary(target, execution)
+            try:
+                if _link(source, path, temporary):
+                    _verify(source, path.name, checksum, num_bytes)
+                    _set_checksum(source, checksum)
+                    os.fsync(source)
+                else:
+                    with temporary.open("xb", buffering=0) as copy:
+                        _verify(source, path.name, checksum, num_bytes, copy)
+                        _set_checksum(copy.fileno(), checksum)
+                        os.fsync(copy.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+            fsync_folder(target.parent)
+        return ObjectInfo(key=key, num_bytes=num_bytes, checksum=checksum, modified=time.time())
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        target = self._path(key)
+        with self._errors(key):
+            ensure_folder(target.parent)
+            temporary = self._temporary(target, "")
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+            fsync_folder(target.parent)
+
+    def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        with self._errors(key), self._path(key).open("rb") as file:
+            file.seek(begin)
+            return file.read() if end is None else file.read(max(0, end - begin))
+
+    def open_local(self, key: str) -> Path | None:
+        return self._path(key)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        with self._errors(key):
+            try:
+                return _info(key, self._path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def checksum(self, key: str) -> str:
+        with self._errors(key):
+            return crc.of_file(self._path(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.folder
+        with self._errors(prefix):
+            keys = sorted(key for key in self._walk(top) if key.startswith(prefix))
+        for key in keys:
+            if info := self.stat(key):
+                yield info
+
+    def delete(self, key: str) -> None:
+        with self._errors(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._path(key).unlink()
+
+    def probe(self) -> StoreCapabilities:
+        with self._errors(""):
+            ensure_folder(self.folder)
+            path = self.folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-probe"
+            try:
+                path.write_bytes(b"hiddenq")
+                if path.read_bytes() != b"hiddenq":
+                    raise StoreRefused(f"{self.uri}: a file read back differs from what was written; use another disk")
+            finally:
+                path.unlink(missing_ok=True)
+        return StoreCapabilities(confirm="file", detail="local folder: read once, linked or copied, fsynced")
+
+    def check_readable(self) -> None:
+        try:
+            os.listdir(self.folder)
+        except FileNotFoundError:
+            raise StoreRefused(f"{self.uri}: no such folder") from None
+        except OSError as error:
+            raise StoreRefused(f"{self.uri}: can't be read: {error.strerror}") from error
+
+    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
+        num_removed = 0
+        with self._errors(""):
+            for folder, _, names in _walk_folders(self.folder):
+                for name in names:
+                    path = Path(folder, name)
+                    execution = temporary_execution(name)
+                    if execution is None or not _older_than(path, UNFINISHED_SECONDS) or not is_dead(execution):
+                        continue
+                    path.unlink(missing_ok=True)
+                    num_removed += 1
+        return num_removed
+
+    def _path(self, key: str) -> Path:
+        if key.startswith("/") or ".." in key.split("/"):
+            raise ObjectMissing(f"{self.uri}: {key!r} is no key: a key stays below the location")
+        return self.folder / key
+
+    def _temporary(self, target: Path, execution: str) -> Path:
+        return target.with_name(f"{TEMPORARY_PREFIX}{execution or secrets.token_hex(4)}-{target.name}")
+
+    def _walk(self, top: Path) -> Iterator[str]:
+        for folder, _, names in _walk_folders(top):
+            inside = os.path.relpath(folder, self.folder)
+            for name in names:
+                if not name.startswith("."):
+                    yield name if inside == "." else f"{inside}/{name}"
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        where = f"{self.uri}/{key}" if key else self.uri
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"{where}: no such object") from error
+        except (NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectMissing(f"{where}: not an object: {error.strerror}") from error
+        except PermissionError as error:
+            raise StoreRefused(
+                f"{error.filename or where}: {error.strerror}; give user {os.geteuid()} access to {self.uri}"
+            ) from error
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise StoreRefused(f"{where}: the file system is read-only; mount it writable") from error
+            raise StoreAway(f"{where}: {error.strerror or error}; waiting until the disk can be used") from error
+
+
+def temporary_execution(name: str) -> str | None:
+    """Execution of a temporary file `.tmp-<execution>-…`; None for every other name."""
+    token = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
+    return token if name.startswith(TEMPORARY_PREFIX) and len(token) == 8 else None
+
+
+def ensure_folder(folder: Path) -> None:
+    """Create a folder and its parents, each of them on disk when this returns."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for child in reversed(missing):
+        child.mkdir(exist_ok=True)
+        fsync_folder(child.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Put a folder's entries on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path | str, *, dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file, no link followed at its last step.
+
+    Raises:
+        MissingShard: there is no such file.
+        DamagedShard: it is a link, a folder or a device.
+    """
+    name = Path(path).name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except FileNotFoundError:
+        raise MissingShard(f"{name}: no such file in the spool") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+            raise DamagedShard(f"{name}: expected a file, found a link or a device") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedShard(f"{name}: expected a file, found something else")
+    return descriptor
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """`open_regular` for the time of a `with` block."""
+    descriptor = open_regular(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _link(source: int, path: Path, temporary: Path) -> bool:
+    """Give the open file a second name; False if the file systems differ or know no links."""
+    try:
+        os.link(path, temporary, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    if os.path.samestat(os.fstat(source), temporary.stat(follow_symlinks=False)):
+        return True
+    temporary.unlink()
+    raise DamagedShard(f"{path.name}: replaced while it was being read")
+
+
+def _verify(source: int, name: str, checksum: str, num_bytes: int, copy: FileIO | None = None) -> None:
+    """Read the whole file once, perhaps into a copy; raise `DamagedShard` unless it is what was recorded."""
+    found = crc.Crc64Nvme()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    num_read = 0
+    while size := os.preadv(source, [buffer], num_read):
+        found.update(buffer[:size])
+        if copy:
+            _write_all(copy, buffer[:size])
+        num_read += size
+        if num_read > num_bytes:
+            break
+    if num_read != num_bytes:
+        more = "more" if num_read > num_bytes else str(num_read)
+        raise DamagedShard(f"{name}: expected {num_bytes} bytes, found {more}")
+    if found.value != checksum:
+        raise DamagedShard(f"{name}: expected checksum {checksum}, found {found.value}")
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _set_checksum(descriptor: int, checksum: str) -> None:
+    with contextlib.suppress(OSError):
+        os.setxattr(descriptor, CHECKSUM_ATTRIBUTE, checksum.encode())
+
+
+def _info(key: str, path: Path) -> ObjectInfo:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        recorded = os.getxattr(path, CHECKSUM_ATTRIBUTE).decode()
+    except (OSError, UnicodeDecodeError):
+        recorded = None
+    return ObjectInfo(key=key, num_bytes=status.st_size, checksum=recorded, modified=status.st_mtime)
+
+
+def _walk_folders(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` without folders that start with a dot (a run's own state lies there)."""
+    for folder, folders, names in os.walk(top):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield folder, folders, names
+
+
+def _older_than(path: Path, seconds: float) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat(follow_symlinks=False).st_mtime > seconds
+    return False

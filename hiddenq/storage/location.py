@@ -1,0 +1,45 @@
+"""From a URI to a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hiddenq.contracts.errors import UsageError
+from hiddenq.storage.local import LocalStore
+from hiddenq.storage.settings import StoreSettings
+from hiddenq.storage.store import ObjectStore
+
+_EVERYWHERE = frozenset({"bandwidth_bytes_per_second", "num_connections", "part_bytes"})
+
+
+def open_store(uri: str | Path, settings: StoreSettings | None = None) -> ObjectStore:
+    """The store at a URI: `s3://bucket/prefix`, `file:///folder`, or a path. Nothing is touched yet.
+
+    Raises:
+        UsageError: a URI of another kind, a bucket without a prefix, or settings without effect there.
+    """
+    settings = settings or StoreSettings()
+    text = str(uri)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme == "s3":
+        bucket, _, prefix = text.removeprefix("s3://").partition("/")
+        prefix = prefix.strip("/")
+        if not bucket or not prefix:
+            raise UsageError(f"--out {text}: a prefix is needed, such as s3://{bucket or 'bucket'}/my-run")
+        if ".." in prefix.split("/") or "//" in prefix:
+            raise UsageError(f"--out {text}: a prefix has no empty part and no '..'")
+    if scheme not in ("", "file"):
+        raise UsageError(f"--out {text}: expected s3://bucket/prefix or a local folder, found {scheme}://")
+    folder = text
+    if scheme == "file":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(f"--out {text}: a file URL has three slashes: file:///folder")
+        folder = unquote(parts.path)
+    if not folder.strip():
+        raise UsageError("--out: expected s3://bucket/prefix or a local folder, found nothing")
+    idle = sorted(settings.model_dump(exclude_defaults=True).keys() - _EVERYWHERE)
+    if idle:
+        raise UsageError(f"--{idle[0].replace('_', '-')}: has no effect on a local folder ({folder}); leave it out")
+    return LocalStore(Path(folder))

@@ -1,0 +1,368 @@
+"""The spool: a local folder of finished shards that wait for upload, shared by all processes of a host.
+
+Invariant: the files and reservations in it never hold more bytes than the high mark, because bytes are reserved on disk
+under one lock before a shard is made. Names carry their execution, so no one replaces another's file, and a file
+without the temporary prefix is whole: it got its name by one rename. A name from a message is opened inside the folder,
+bare, without following links. Nothing here is fsynced unless asked: what a power cut tears fails its checksum.
+
+    spool_id               a UUID, made once: names the spool's queue and heartbeat
+    .lock  .paused         one lock for reservations; there while workers wait for the low mark
+    .tmp-<execution>-NAME  a reservation, perhaps half written
+    NAME                   a finished shard
+    quarantine/            damaged shards with the reason beside each, outside the marks, with a cap of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import BadMessage, UsageError
+from hiddenq.storage.local import TEMPORARY_PREFIX, fsync_folder, open_regular, temporary_execution
+
+HIGH_SHARE = 0.8
+"""High mark by default, and at most: this share of what the disk has left for the spool."""
+LOW_SHARE = 0.75
+"""Low mark by default: this share of the high mark."""
+QUARANTINE_SHARE = 0.05
+QUARANTINE_MAX_BYTES = 10 << 30
+"""Quarantine's cap: 5 % of the file system, 10 GiB at most."""
+SPOOL_ID = "spool_id"
+_PAUSED = ".paused"
+_PAUSED_SECONDS = 60
+"""Refused reservations renew the pause; one that nobody renewed for so long is over."""
+_LOCK = ".lock"
+_QUARANTINE = "quarantine"
+_FILE_MODE = 0o640
+_FOLDER_MODE = 0o2770
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolEntry:
+    """One finished shard."""
+
+    file_name: str
+    num_bytes: int
+    modified: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolUsage:
+    """How full the spool is; `num_bytes` holds reservations, too."""
+
+    num_bytes: int
+    num_files: int
+    reserved_bytes: int
+    quarantine_bytes: int
+    oldest_seconds: float
+    high_bytes: int
+    low_bytes: int
+    disk_free_bytes: int
+    paused: bool
+
+
+class Spool:
+    """A spool folder, as one process sees it."""
+
+    def __init__(self, folder: Path, spool_id: str, high_bytes: int | None, low_bytes: int | None) -> None:
+        self.folder = folder
+        self.spool_id = spool_id
+        self._high_bytes = high_bytes
+        self._low_bytes = low_bytes
+        self._group = folder.stat().st_gid
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, high_bytes: int | None = None, low_bytes: int | None = None, create: bool = True
+    ) -> Spool:
+        """Open a spool, made if need be.
+
+        The high mark is `high_bytes`, and never more than 0.8 of what the spool holds plus what the disk has free (so
+        by default that); the low mark is `low_bytes`, by default 0.75 of the high mark.
+
+        Raises:
+            UsageError: no such folder, not one we may write, or marks that can't be.
+        """
+        folder = Path(os.path.abspath(folder.expanduser()))
+        if high_bytes is not None and high_bytes <= 0:
+            raise UsageError(f"--spool-high-bytes {high_bytes}: expected a positive number of bytes")
+        if low_bytes is not None and not 0 <= low_bytes <= (high_bytes if high_bytes is not None else low_bytes):
+            raise UsageError(f"--spool-low-bytes {low_bytes}: expected 0 to the high mark ({high_bytes})")
+        if not folder.exists() and create:
+            _make_folder(folder)
+        if not folder.is_dir():
+            raise UsageError(f"--spool {folder}: no such folder")
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            status = folder.stat()
+            raise UsageError(
+                f"--spool {folder}: user {os.geteuid()} may not write there (owner {status.st_uid}, group "
+                f"{status.st_gid}, mode {status.st_mode & 0o7777:o}); add the user to that group, or run as the owner"
+            )
+        spool = cls(folder, _spool_id(folder, create), high_bytes, low_bytes)
+        spool._check_readable()
+        return spool
+
+    def reserve(self, file_name: str, num_bytes: int) -> SpoolFile | None:
+        """Reserve a shard's bytes on disk; None while the spool is over its marks or the disk is full.
+
+        Once over the high mark it stays None for all processes until the spool has fallen to the low mark.
+
+        Raises:
+            UsageError: the shard is larger than the spool may ever be.
+        """
+        execution = _parse(file_name)[1]
+        with self._locked():
+            used = self._used_bytes()
+            high, low = self._marks(used)
+            limit = self._high_bytes or int(HIGH_SHARE * shutil.disk_usage(self.folder).total)
+            if num_bytes > limit:
+                raise UsageError(
+                    f"--spool {self.folder}: a shard of {num_bytes} bytes does not fit below the high mark of {limit}; "
+                    "raise the mark, use a larger disk, or lower --token-budget"
+                )
+            paused = self.folder / _PAUSED
+            if paused.exists() and used > low:
+                paused.touch()
+                return None
+            paused.unlink(missing_ok=True)
+            if used + num_bytes > high:
+                paused.touch()
+                return None
+            file = self._create(f"{TEMPORARY_PREFIX}{execution}-{file_name}", file_name)
+            try:
+                _allocate(file.fd, num_bytes)
+            except OSError:
+                file.discard()
+                paused.touch()
+                return None
+        return file
+
+    def path(self, file_name: str) -> Path:
+        """Where a finished shard lies.
+
+        Raises:
+            BadMessage: not a bare shard name.
+        """
+        _parse(file_name)
+        return self.folder / file_name
+
+    def open_shard(self, file_name: str) -> BinaryIO:
+        """A finished shard's bytes.
+
+        Raises:
+            MissingShard: no such file.
+            DamagedShard: a link or a device under that name.
+            BadMessage: not a bare shard name.
+        """
+        return os.fdopen(open_regular(self.path(file_name)), "rb")
+
+    def delete(self, file_name: str) -> None:
+        """Remove a finished shard; it is no error if it is not there."""
+        self.path(file_name).unlink(missing_ok=True)
+
+    def quarantine(self, file_name: str, reason: str) -> None:
+        """Set a shard aside, with the reason beside it; the oldest ones make room below the cap."""
+        source, folder = self.path(file_name), self.folder / _QUARANTINE
+        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            source.replace(folder / file_name)
+            (folder / f"{file_name}.reason").write_text(reason + "\n")
+        self._trim_quarantine(folder)
+
+    def files(self) -> list[SpoolEntry]:
+        """Finished shards, by name."""
+        return sorted(
+            (
+                SpoolEntry(file_name=name, num_bytes=status.st_size, modified=status.st_mtime)
+                for name, status in self._scan(self.folder)
+                if names.parse_shard_name(name)
+            ),
+            key=lambda entry: entry.file_name,
+        )
+
+    def usage(self) -> SpoolUsage:
+        """How full the spool is now."""
+        files = self.files()
+        reserved = self._reserved_bytes()
+        used = sum(entry.num_bytes for entry in files) + reserved
+        high, low = self._marks(used)
+        oldest = min((entry.modified for entry in files), default=None)
+        return SpoolUsage(
+            num_bytes=used,
+            num_files=len(files),
+            reserved_bytes=reserved,
+            quarantine_bytes=sum(status.st_size for _, status in self._scan(self.folder / _QUARANTINE)),
+            oldest_seconds=0.0 if oldest is None else max(0.0, time.time() - oldest),
+            high_bytes=high,
+            low_bytes=low,
+            disk_free_bytes=shutil.disk_usage(self.folder).free,
+            paused=self._paused(),
+        )
+
+    def sweep(self, is_dead: Callable[[str], bool]) -> list[str]:
+        """Remove temporaries whose execution is dead; returns their names."""
+        removed = []
+        for name, _ in self._scan(self.folder):
+            execution = temporary_execution(name)
+            if execution is not None and is_dead(execution):
+                (self.folder / name).unlink(missing_ok=True)
+                removed.append(name)
+        return removed
+
+    def _create(self, temporary: str, file_name: str) -> SpoolFile:
+        descriptor = os.open(
+            self.folder / temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE
+        )
+        os.fchmod(descriptor, _FILE_MODE)
+        if os.fstat(descriptor).st_gid != self._group:
+            with contextlib.suppress(PermissionError):
+                os.fchown(descriptor, -1, self._group)
+        return SpoolFile(self.folder, temporary, file_name, descriptor)
+
+    def _check_readable(self) -> None:
+        for entry in self.files():
+            if not os.access(self.folder / entry.file_name, os.R_OK):
+                status = (self.folder / entry.file_name).stat()
+                raise UsageError(
+                    f"--spool {self.folder}: user {os.geteuid()} may not read {entry.file_name} (owner "
+                    f"{status.st_uid}, group {status.st_gid}, mode {status.st_mode & 0o777:o}); run the workers and "
+                    "uploaders of a host as one user, or give the folder a group of both and its setgid bit"
+                )
+
+    def _paused(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - (self.folder / _PAUSED).stat().st_mtime < _PAUSED_SECONDS
+        return False
+
+    def _marks(self, used: int) -> tuple[int, int]:
+        high = int(HIGH_SHARE * (used + shutil.disk_usage(self.folder).free))
+        if self._high_bytes is not None:
+            high = min(high, self._high_bytes)
+        low = int(LOW_SHARE * high) if self._low_bytes is None else min(self._low_bytes, high)
+        return high, low
+
+    def _used_bytes(self) -> int:
+        return self._reserved_bytes() + sum(entry.num_bytes for entry in self.files())
+
+    def _reserved_bytes(self) -> int:
+        return sum(status.st_size for name, status in self._scan(self.folder) if name.startswith(TEMPORARY_PREFIX))
+
+    def _trim_quarantine(self, folder: Path) -> None:
+        cap = min(int(QUARANTINE_SHARE * shutil.disk_usage(folder).total), QUARANTINE_MAX_BYTES)
+        shards = sorted(self._scan(folder), key=lambda item: item[1].st_mtime)
+        total = sum(status.st_size for _, status in shards)
+        for name, status in shards:
+            if total <= cap:
+                return
+            (folder / name).unlink(missing_ok=True)
+            total -= status.st_size
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _scan(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+        """Regular files of a folder; those that vanish meanwhile are left out."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        yield entry.name, entry.stat(follow_symlinks=False)
+
+
+class SpoolFile:
+    """A reserved file of the final size, under a temporary name."""
+
+    def __init__(self, folder: Path, temporary: str, file_name: str, descriptor: int) -> None:
+        self.fd = descriptor
+        self.file_name = file_name
+        self._temporary = folder / temporary
+        self._final = folder / file_name
+
+    def resize(self, num_bytes: int) -> None:
+        """Cut the file to its real size, or let it grow (raises `OSError` if the disk is full)."""
+        size = os.fstat(self.fd).st_size
+        if num_bytes > size:
+            _allocate(self.fd, num_bytes)
+        elif num_bytes < size:
+            os.ftruncate(self.fd, num_bytes)
+
+    def publish(self, *, fsync: bool = False) -> Path:
+        """Give the file its final name; on disk before this returns if `fsync`."""
+        if fsync:
+            os.fsync(self.fd)
+        self._temporary.rename(self._final)
+        self._close()
+        if fsync:
+            fsync_folder(self._final.parent)
+        return self._final
+
+    def discard(self) -> None:
+        """Give the bytes back; may be called twice, and after `publish` removes nothing."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _parse(file_name: str) -> tuple[str, str]:
+    parsed = None if "/" in file_name else names.parse_shard_name(file_name)
+    if parsed is None:
+        raise BadMessage(f"{file_name!r}: expected a bare shard name such as 000123-9f3c2a71.safetensors")
+    return parsed
+
+
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Make a file that long with its bytes reserved on disk; raises `OSError` if they are not there."""
+    if num_bytes:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        folder.chmod(_FOLDER_MODE)
+    except OSError as error:
+        raise UsageError(f"--spool {folder}: can't be made: {error.strerror}") from error
+
+
+def _spool_id(folder: Path, create: bool) -> str:
+    """The spool's id; the first process to link its own into place wins."""
+    path = folder / SPOOL_ID
+    if not path.exists() and create:
+        temporary = folder / f".{SPOOL_ID}-{uuid.uuid4()}"
+        temporary.write_text(f"{uuid.uuid4()}\n")
+        temporary.chmod(_FILE_MODE)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+    try:
+        return str(uuid.UUID(path.read_text().strip()))
+    except FileNotFoundError:
+        raise UsageError(
+            f"--spool {folder}: not a spool (no file {SPOOL_ID}); a worker or uploader makes one"
+        ) from None
+    except ValueError:
+        raise UsageError(
+            f"--spool {folder}: {SPOOL_ID} holds no UUID; remove the file if no hiddenq process uses the spool"
+        ) from None

@@ -1,0 +1,106 @@
+"""The interface of an object store.
+
+Invariant: an object is there whole, with the bytes it was announced with, or it is not there. A shard's key holds its
+execution, so no key is written by two, and a store needs no conditional writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """What a store says about an object."""
+
+    key: str
+    """Relative to the location."""
+    num_bytes: int
+    checksum: str | None = None
+    """`crc64nvme:…` as the store or the object's metadata has it; None if neither does (or a listing leaves it out)."""
+    modified: float = 0.0
+    """Unix time by the store's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCapabilities:
+    """What a probe showed."""
+
+    confirm: Literal["store", "read_back", "file"]
+    """How an upload is proved: the store refuses damage and says its checksum; the object is read back; or the file
+    is read once and linked or copied."""
+    detail: str
+    """One line for the log."""
+
+
+class ObjectStore(Protocol):
+    """One location in a store; keys are relative to it. Safe to use from several threads, never across a fork."""
+
+    uri: str
+    """Canonical and absolute."""
+
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+        """Store a file and confirm that the store holds exactly those bytes.
+
+        Raises:
+            DamagedShard: the file is not of that size and checksum; nothing is left under the key.
+            MissingShard: there is no such file.
+            StoreAway: the store can't be used for now.
+            StoreRefused: the store said no.
+        """
+        ...
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Store a small object, replacing what is there; whole or not at all."""
+        ...
+
+    def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Bytes `begin` to `end` (exclusive; None for the end) of an object.
+
+        Raises:
+            ObjectMissing: there is no such object.
+        """
+        ...
+
+    def open_local(self, key: str) -> Path | None:
+        """A path of the object that can be mapped into memory; None where there is no such thing."""
+        ...
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What the store says about an object; None if it is not there."""
+        ...
+
+    def checksum(self, key: str) -> str:
+        """`crc64nvme:…` over the object as it lies there: the store's own proof, or computed by reading it.
+
+        Raises:
+            ObjectMissing: there is no such object.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in the order of their keys (bytewise)."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; it is no error if it is not there."""
+        ...
+
+    def probe(self) -> StoreCapabilities:
+        """Write, read and delete a small object; find out what the store can do.
+
+        Raises:
+            StoreRefused: it can't be used, with the reason and what to do.
+        """
+        ...
+
+    def check_readable(self) -> None:
+        """Raise `StoreRefused` unless the location exists and may be read."""
+        ...
+
+    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
+        """Remove what interrupted uploads left, if their execution is dead; returns how many."""
+        ...
