@@ -1,0 +1,92 @@
+"""The `hiddenq` command: what users type.
+
+Consumes arguments and `HIDDENQ_…` variables, calls the stages, and turns how they end into an exit status. It is the
+one package, with `hiddenq.local`, that sees every stage; each command imports what it needs when it runs, so
+`hiddenq status` needs no torch.
+
+Exit status: 0 complete; 1 ended with dead letters or a failed check; 2 wrong usage or configuration (one line, no
+traceback); 3 a fault of ours; 130 or 143 interrupted (resumable).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from typing import Annotated, NoReturn
+
+import click
+import typer
+from pydantic import ValidationError
+
+import hiddenq
+from hiddenq.contracts.errors import HiddenqError, UserError
+from hiddenq.supervisor import die_with_parent
+
+FAULT_OF_OURS = 3
+
+app = typer.Typer(
+    name="hiddenq",
+    help="Hidden states of a language model over a whole dataset, through a queue, into an object store.",
+    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option is also an environment variable HIDDENQ_<NAME>.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(hiddenq.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Entry point: run the command and exit with its status."""
+    die_with_parent()
+    from hiddenq.cli import fleet, inspect, run, stages  # noqa: F401  each registers its commands on `app`
+
+    sys.exit(exit_status(sys.argv[1:]))
+
+
+def exit_status(arguments: list[str]) -> int:
+    """Run one command; errors become one line on stderr and a status, never a traceback unless the fault is ours."""
+    try:
+        result = app(arguments, standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return UserError.exit_status
+    except (KeyboardInterrupt, click.Abort):
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read our output has gone; what is still buffered must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        _say(f"--{option}: {first['msg'].removeprefix('Value error, ')}")
+        return UserError.exit_status
+    except HiddenqError as error:
+        _say(str(error))
+        return error.exit_status
+    except Exception as error:
+        traceback.print_exc()
+        _say(f"a fault of ours: {error!r}; the lines above say where")
+        return FAULT_OF_OURS
+    return result if isinstance(result, int) else 0
+
+
+def _say(text: str) -> None:
+    print("hiddenq: " + " ".join(text.split()), file=sys.stderr, flush=True)
