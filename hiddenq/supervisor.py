@@ -32,8 +32,8 @@ class ProcessSpec:
     """One process to keep alive."""
 
     name: str
-    arguments: tuple[str, ...]
-    """Arguments of the `hiddenq` command."""
+    command: tuple[str, ...]
+    """The whole command line; `hiddenq_command` makes one of ours."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's own environment."""
     log_file: Path | None = None
@@ -126,7 +126,7 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file else None
             child.process = subprocess.Popen(
-                [sys.executable, "-m", "hiddenq.cli", *spec.arguments],
+                spec.command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -155,6 +155,11 @@ class Supervisor:
         delay = min(policy.first_delay_seconds * 2 ** (child.quick_deaths - 1), policy.max_delay_seconds)
         child.restart_at = now + delay
         logger().warning("process died; restarting", process=name, how=how, delay_seconds=delay)
+
+
+def hiddenq_command(*arguments: str) -> tuple[str, ...]:
+    """The command line of a `hiddenq` command under this very Python."""
+    return (sys.executable, "-m", "hiddenq.cli", *arguments)
 
 
 def die_with_parent() -> None:

@@ -29,7 +29,7 @@ FAULT_OF_OURS = 3
 app = typer.Typer(
     name="hiddenq",
     help="Hidden states of a language model over a whole dataset, through a queue, into an object store.",
-    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option is also an environment variable HIDDENQ_<NAME>.",
+    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option is also a variable HIDDENQ_<NAME>.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,7 +45,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
     pass
 

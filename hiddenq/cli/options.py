@@ -52,9 +52,7 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
         default = field.default
         if default is dataclasses.MISSING:
             default = (
-                inspect.Parameter.empty
-                if field.default_factory is dataclasses.MISSING
-                else field.default_factory()
+                inspect.Parameter.empty if field.default_factory is dataclasses.MISSING else field.default_factory()
             )
         found.append(_keyword(field.name, hints[field.name], default))
     return found
