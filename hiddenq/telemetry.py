@@ -27,14 +27,14 @@ def configure_logging(**context: Any) -> None:
     """
     level = logging.getLevelNamesMapping().get(os.environ.get("HIDDENQ_LOG_LEVEL", "INFO").upper(), logging.INFO)
     pretty = os.environ.get("HIDDENQ_LOG_FORMAT", "pretty" if sys.stderr.isatty() else "json") == "pretty"
-    shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
     renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=shared,
+        foreign_pre_chain=[
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.ExtraAdder(),
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ],
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
@@ -48,15 +48,6 @@ def configure_logging(**context: Any) -> None:
     root.setLevel(level)
     for noisy in ("botocore", "boto3", "urllib3", "s3transfer", "httpx", "filelock", "rq.worker"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=False,
-    )
     structlog.contextvars.clear_contextvars()
     bind(**context)
 
@@ -67,8 +58,12 @@ def bind(**context: Any) -> None:
 
 
 def logger() -> Any:
-    """The structlog logger."""
-    return structlog.get_logger("hiddenq")
+    """A structlog logger over stdlib's logger `hiddenq`: silent below a warning until logging is configured."""
+    return structlog.wrap_logger(
+        logging.getLogger("hiddenq"),
+        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
 
 
 def serve_metrics(registry: CollectorRegistry, *, port: int, address: str = "127.0.0.1") -> int:
