@@ -29,12 +29,7 @@ def configure_logging(**context: Any) -> None:
     pretty = os.environ.get("HIDDENQ_LOG_FORMAT", "pretty" if sys.stderr.isatty() else "json") == "pretty"
     renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.contextvars.merge_contextvars,
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.ExtraAdder(),
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-        ],
+        foreign_pre_chain=_common_processors(),
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
@@ -61,7 +56,11 @@ def logger() -> Any:
     """A structlog logger over stdlib's logger `hiddenq`: silent below a warning until logging is configured."""
     return structlog.wrap_logger(
         logging.getLogger("hiddenq"),
-        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_common_processors(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         wrapper_class=structlog.stdlib.BoundLogger,
     )
 
@@ -88,3 +87,11 @@ def serve_metrics(registry: CollectorRegistry, *, port: int, address: str = "127
 def host_name() -> str:
     """This host's name for people and labels: `HIDDENQ_HOST`, else the system's."""
     return os.environ.get("HIDDENQ_HOST") or socket.gethostname()
+
+
+def _common_processors() -> list[Any]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
