@@ -57,6 +57,8 @@ class WorkerReport(Versioned):
     num_oom_splits: int = 0
     num_leases_lost: int = 0
     num_failures: int = 0
+    stage_seconds: dict[str, float] = Field(default_factory=dict)
+    """Seconds spent in each stage since the process started (stages overlap)."""
     spool_bytes: int | None = None
     spool_files: int | None = None
     spool_high_bytes: int | None = None
