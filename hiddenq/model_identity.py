@@ -1,0 +1,199 @@
+"""What a target model is, as far as it decides the states: read from its folder or hub cache, without torch.
+
+Invariant: the digests come from the files' own bytes (the parsed `config.json`, a sample of the weights), never from
+what some version of transformers makes of them, so producer and workers agree on a model whatever they have installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.run import Dtype, ModelIdentity
+
+AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+_NOT_DECISIVE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
+"""Config keys that leave the states as they are: the dtype stands in `ModelIdentity` itself."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt")
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 16
+_REACH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetModel:
+    """A model's identity beside its configuration."""
+
+    identity: ModelIdentity
+    config: Any
+    """The whole transformers config."""
+    text_config: Any
+    """The decoder's config: a part of `config` in models that wrap one, else `config` itself."""
+    local_only: bool
+    """Whether files come from disk alone: a folder, or a hub that can't be reached."""
+
+
+def identify_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    dtype: AskedDtype = "auto",
+    trust_remote_code: bool = False,
+) -> TargetModel:
+    """Read a model's configuration and make out its identity.
+
+    Raises:
+        ModelError: no such model, no config or weights in it, or a kind that has no decoder of its own.
+    """
+    folder = Path(model).expanduser()
+    is_folder = folder.is_dir()
+    if is_folder and not (folder / "config.json").is_file():
+        raise ModelError(f"--model {model}: the folder holds no config.json; name a transformers checkpoint")
+    if not is_folder and _is_path(model):
+        raise ModelError(f"--model {model}: no such folder")
+    local_only = is_folder or not _hub_answers()
+    from transformers import AutoConfig, PreTrainedConfig
+
+    source: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(str(folder) if is_folder else model, **source)
+        commit = raw.pop("_commit_hash", None)
+        config = AutoConfig.from_pretrained(
+            str(folder) if is_folder else model, trust_remote_code=trust_remote_code, **source
+        )
+    except Exception as error:  # every kind of failure in here has one cause: this model can't be used
+        raise ModelError(f"--model {model}: {_why(error, is_folder, local_only)}") from error
+    text_config = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"--model {model}: {config.model_type} is an encoder-decoder; hiddenq reads decoders only")
+    identity = ModelIdentity(
+        model=model,
+        revision=None if is_folder else commit,
+        config_digest=_digest(json.dumps(_decisive(raw), sort_keys=True).encode()),
+        weights_digest=_weights_digest(folder) if is_folder else str(commit),
+        architecture=(config.architectures or [config.model_type])[0],
+        num_layers=_size(model, text_config, "num_layers" if _counts_twice(text_config) else "num_hidden_layers"),
+        hidden_size=_size(model, text_config, "hidden_size"),
+        vocab_size=_size(model, text_config, "vocab_size"),
+        max_positions=_max_positions(text_config),
+        dtype=_resolve_dtype(dtype, config, text_config),
+        quantization=_quantization(config, text_config),
+    )
+    return TargetModel(identity=identity, config=config, text_config=text_config, local_only=local_only)
+
+
+def rope_parameters(text_config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a decoder, one mapping for each kind of its layers; empty if it has none."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "rope_type" in parameters or "rope_theta" in parameters:
+        return [parameters]
+    return [value for value in parameters.values() if isinstance(value, dict)]
+
+
+def _max_positions(text_config: Any) -> int | None:
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    for rope in rope_parameters(text_config):
+        if rope.get("rope_type") in ("dynamic", "linear", "yarn"):
+            original = rope.get("original_max_position_embeddings") or positions
+            positions = max(positions, int(original * float(rope.get("factor") or 1.0)))
+    return positions
+
+
+def _counts_twice(text_config: Any) -> bool:
+    """longcat_flash has two attention blocks in each element of its layer list, and counts blocks."""
+    return bool(text_config.model_type == "longcat_flash")
+
+
+def _size(model: str, config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"--model {model}: its config ({config.model_type}) has no {name}; not a decoder of text?")
+    return value
+
+
+def _resolve_dtype(asked: AskedDtype, config: Any, text_config: Any) -> Dtype:
+    if asked != "auto":
+        return asked
+    stored = getattr(text_config, "dtype", None) or getattr(config, "dtype", None)
+    name = str(stored).removeprefix("torch.")
+    for dtype in get_args(Dtype):
+        if name == dtype:
+            return dtype  # type: ignore[no-any-return]
+    return "bfloat16"
+
+
+def _quantization(config: Any, text_config: Any) -> str | None:
+    found = getattr(config, "quantization_config", None) or getattr(text_config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method))
+
+
+def _decisive(raw: Any) -> Any:
+    if isinstance(raw, dict):
+        return {name: _decisive(value) for name, value in raw.items() if name not in _NOT_DECISIVE}
+    return raw
+
+
+def _weights_digest(folder: Path) -> str:
+    """Over names, sizes and evenly spread samples of the bytes of a folder's weight files."""
+    files = sorted(
+        file for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES and file.name not in _NOT_WEIGHTS
+    )
+    if not files:
+        raise ModelError(f"--model {folder}: the folder holds no weights ({', '.join(_WEIGHT_SUFFIXES)})")
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for sample in range(_NUM_SAMPLES):
+                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _is_path(model: str) -> bool:
+    """Whether a name can only be meant as a folder: a hub id is `name` or `owner/name`."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached, found out in seconds where its client would retry for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=_REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _why(error: Exception, is_folder: bool, local_only: bool) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if is_folder:
+        return f"its config.json can't be used: {first}"
+    if local_only:
+        return "no such folder, and not in the hub's cache on this machine; the hub can't be reached from here"
+    return f"not a folder here, and the hub says: {first}"
