@@ -61,8 +61,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "aria_text": {}, "deepseek_v2": {}, "deepseek_v3": {}, "dots1": {}, "ernie4_5_moe": {"moe_k": 2},
     "flex_olmo": {}, "glm4_moe": {}, "glm4_moe_lite": {}, "gpt_oss": _WINDOW, "granitemoe": {},
     "granitemoeshared": {}, "hunyuan_v1_moe": {}, "jetmoe": {},
-    "llama4_text": {"attention_chunk_size": 16}, "longcat_flash": {"head_dim": 8}, "mimo_v2_flash": _WINDOW, "minimax": {},
-    "minimax_m2": {}, "mixtral": {}, "olmoe": {}, "phimoe": {}, "qwen2_moe": {},
+    "llama4_text": {"attention_chunk_size": 16}, "longcat_flash": {"head_dim": 8}, "mimo_v2_flash": _WINDOW,
+    "minimax": {}, "minimax_m2": {}, "mixtral": {}, "olmoe": {}, "phimoe": {}, "qwen2_moe": {},
     "qwen3_moe": {"num_experts": 4}, "solar_open": {},
     # hybrids and state spaces
     "bamba": {}, "falcon_h1": {"mamba_d_ssm": 128}, "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": {},
@@ -72,7 +72,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Model types whose states hiddenq stores, with what their configs need beyond `SIZES`."""
 
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _CORPUS = [
