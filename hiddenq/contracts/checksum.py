@@ -52,6 +52,15 @@ def of_chunks(chunks: Iterable[bytes | memoryview]) -> str:
     return crc.value
 
 
+def of_parts(parts: Iterable[tuple[str, int]]) -> str:
+    """Checksum of a whole, from the checksum and the number of bytes of each of its parts, in order."""
+    value = 0
+    for checksum, num_bytes in parts:
+        part = int.from_bytes(base64.b64decode(to_s3(checksum)), "big")
+        value = checksums.combine_crc64nvme(value, part, num_bytes)
+    return PREFIX + base64.b64encode(value.to_bytes(8, "big")).decode()
+
+
 def of_file(path: Path) -> str:
     """Checksum of a file, read in 8 MiB pieces."""
     crc = Crc64Nvme()
