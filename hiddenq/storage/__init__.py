@@ -2,17 +2,20 @@
 
 Consumes files and bytes, produces objects under one location; imports `hiddenq.contracts` only, and no torch.
 
-    settings.py   how a store is reached                store.py   the interface
-    local.py      a folder                              s3.py      S3 and what speaks like it
-    spool.py      finished shards that wait for upload
+    settings.py  how a store is reached            store.py      the interface
+    local.py     a folder                          s3*.py        S3 and what speaks like it
+    spool.py     finished shards before upload     bandwidth.py  a limit that a host's uploaders share
+    runfiles.py  the small files of a run
 """
 
+from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.location import open_store
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.spool import Spool, SpoolEntry, SpoolFile, SpoolUsage
-from hiddenq.storage.store import ObjectInfo, ObjectStore, StoreCapabilities
+from hiddenq.storage.store import ObjectInfo, ObjectStore, StoreCapabilities, StoreObserver
 
 __all__ = [
+    "BandwidthLimit",
     "ObjectInfo",
     "ObjectStore",
     "Spool",
@@ -20,6 +23,7 @@ __all__ = [
     "SpoolFile",
     "SpoolUsage",
     "StoreCapabilities",
+    "StoreObserver",
     "StoreSettings",
     "open_store",
 ]

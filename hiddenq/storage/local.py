@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, StoreAway, StoreRefused
+from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities
 
 CHUNK_BYTES = 8 << 20
@@ -32,9 +33,10 @@ UNFINISHED_SECONDS = 600
 class LocalStore:
     """Objects are files below one folder; names that start with a dot are not objects."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, limit: BandwidthLimit | None = None) -> None:
         self.folder = Path(os.path.abspath(folder.expanduser()))
         self.uri = str(self.folder)
+        self._limit = limit or BandwidthLimit(None)
 
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
         target = self._path(key)
@@ -48,7 +50,7 @@ class LocalStore:
                     os.fsync(source)
                 else:
                     with temporary.open("xb", buffering=0) as copy:
-                        _verify(source, path.name, checksum, num_bytes, copy)
+                        _verify(source, path.name, checksum, num_bytes, copy, self._limit)
                         _set_checksum(copy.fileno(), checksum)
                         os.fsync(copy.fileno())
                 temporary.replace(target)
@@ -242,14 +244,22 @@ def _link(source: int, path: Path, temporary: Path) -> bool:
     raise DamagedShard(f"{path.name}: replaced while it was being read")
 
 
-def _verify(source: int, name: str, checksum: str, num_bytes: int, copy: FileIO | None = None) -> None:
+def _verify(
+    source: int,
+    name: str,
+    checksum: str,
+    num_bytes: int,
+    copy: FileIO | None = None,
+    limit: BandwidthLimit | None = None,
+) -> None:
     """Read the whole file once, perhaps into a copy; raise `DamagedShard` unless it is what was recorded."""
     found = crc.Crc64Nvme()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     num_read = 0
     while size := os.preadv(source, [buffer], num_read):
         found.update(buffer[:size])
-        if copy:
+        if copy and limit:
+            limit.take(size)
             _write_all(copy, buffer[:size])
         num_read += size
         if num_read > num_bytes:

@@ -6,20 +6,31 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hiddenq.contracts.errors import UsageError
+from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.local import LocalStore
 from hiddenq.storage.settings import StoreSettings
-from hiddenq.storage.store import ObjectStore
+from hiddenq.storage.store import ObjectStore, StoreObserver
 
-_EVERYWHERE = frozenset({"bandwidth_bytes_per_second", "num_connections", "part_bytes"})
+_EVERYWHERE = frozenset({"bandwidth_bytes_per_second", "num_connections", "part_bytes", "timeout_seconds"})
 
 
-def open_store(uri: str | Path, settings: StoreSettings | None = None) -> ObjectStore:
+def open_store(
+    uri: str | Path,
+    settings: StoreSettings | None = None,
+    *,
+    observer: StoreObserver | None = None,
+    limit: BandwidthLimit | None = None,
+) -> ObjectStore:
     """The store at a URI: `s3://bucket/prefix`, `file:///folder`, or a path. Nothing is touched yet.
+
+    `limit` is the host's share of bandwidth; without it, the settings' own, for this process alone.
 
     Raises:
         UsageError: a URI of another kind, a bucket without a prefix, or settings without effect there.
     """
     settings = settings or StoreSettings()
+    observer = observer or StoreObserver()
+    limit = limit or BandwidthLimit(settings.bandwidth_bytes_per_second)
     text = str(uri)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme == "s3":
@@ -29,6 +40,9 @@ def open_store(uri: str | Path, settings: StoreSettings | None = None) -> Object
             raise UsageError(f"--out {text}: a prefix is needed, such as s3://{bucket or 'bucket'}/my-run")
         if ".." in prefix.split("/") or "//" in prefix:
             raise UsageError(f"--out {text}: a prefix has no empty part and no '..'")
+        from hiddenq.storage.s3 import S3Store  # boto3 only where S3 is used
+
+        return S3Store(bucket, prefix, settings, observer=observer, limit=limit)
     if scheme not in ("", "file"):
         raise UsageError(f"--out {text}: expected s3://bucket/prefix or a local folder, found {scheme}://")
     folder = text
@@ -42,4 +56,4 @@ def open_store(uri: str | Path, settings: StoreSettings | None = None) -> Object
     idle = sorted(settings.model_dump(exclude_defaults=True).keys() - _EVERYWHERE)
     if idle:
         raise UsageError(f"--{idle[0].replace('_', '-')}: has no effect on a local folder ({folder}); leave it out")
-    return LocalStore(Path(folder))
+    return LocalStore(Path(folder), limit=limit)

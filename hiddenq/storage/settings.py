@@ -41,7 +41,9 @@ class StoreSettings(Frozen):
     each object back; `auto`: what a probe shows the store to be able to do."""
     num_connections: int = Field(default=8, ge=1, le=64)
     """Requests in flight to the store, per process."""
-    part_bytes: int = Field(default=32 << 20, ge=5 << 20, le=5 << 30)
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """A request in which no byte moves for so long has failed."""
+    part_bytes: int = Field(default=16 << 20, ge=5 << 20, le=5 << 30)
     """Smallest part of a multipart upload; larger files get larger parts, never more than 10,000."""
 
     @field_validator("endpoint_url")

@@ -36,6 +36,16 @@ class StoreCapabilities:
     """One line for the log."""
 
 
+class StoreObserver:
+    """Hears what a store does besides answering; this one listens to nothing."""
+
+    def retried(self, error: str) -> None:
+        """A request is tried again after an error of that code."""
+
+    def abort_failed(self, key: str) -> None:
+        """A multipart upload could not be aborted; its parts are billed until it is."""
+
+
 class ObjectStore(Protocol):
     """One location in a store; keys are relative to it. Safe to use from several threads, never across a fork."""
 

@@ -1,0 +1,250 @@
+"""S3 and what speaks like it.
+
+Invariant: `put_file` returns only after the store is shown to hold the recorded bytes. They are checked as they leave
+(each part's checksum, combined, must be the recorded one before an upload is completed), the store refuses what arrives
+damaged where it can, and says its own checksum of the whole object; where it can't, the object is read back once.
+A probe finds out which, once a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from hiddenq.contracts import checksum as crc
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
+from hiddenq.storage.bandwidth import BandwidthLimit, LimitedBody
+from hiddenq.storage.local import UNFINISHED_SECONDS, opened
+from hiddenq.storage.s3_client import S3Client, S3Connection
+from hiddenq.storage.s3_multipart import Multipart, part_sizes, read_part
+from hiddenq.storage.s3_probe import S3Abilities, probe
+from hiddenq.storage.settings import StoreSettings
+from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
+
+METADATA_CHECKSUM = "hiddenq-checksum"
+"""Object metadata that keeps the checksum for stores that keep none."""
+_READ_BYTES = 8 << 20
+_NEXT_OBJECTS = {"NextContinuationToken": "ContinuationToken"}
+_NEXT_UPLOADS = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
+
+
+class S3Store:
+    """Objects under one prefix of one bucket."""
+
+    def __init__(
+        self, bucket: str, prefix: str, settings: StoreSettings, *, observer: StoreObserver, limit: BandwidthLimit
+    ) -> None:
+        self.uri = f"s3://{bucket}/{prefix}"
+        self._bucket = bucket
+        self._prefix = prefix + "/"
+        self._settings = settings
+        self._observer = observer
+        self._limit = limit
+        self._connection = S3Connection(settings, observer)
+        self._abilities: S3Abilities | None = None
+        self._probing = threading.Lock()
+        payer = {"RequestPayer": "requester"} if settings.request_payer else {}
+        self._common: dict[str, Any] = {"Bucket": bucket, **payer}
+        self._written = {
+            name: value
+            for name, value in (
+                ("ServerSideEncryption", settings.sse),
+                ("SSEKMSKeyId", settings.sse_kms_key_id),
+                ("StorageClass", settings.storage_class),
+            )
+            if value is not None
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process makes its own client."""
+        return _reopen, (self._bucket, self._prefix.rstrip("/"), self._settings)
+
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+        with opened(path) as source:
+            size = os.fstat(source).st_size
+            if size != num_bytes:
+                raise DamagedShard(f"{path.name}: expected {num_bytes} bytes, found {size}")
+            if num_bytes <= 2 * self._settings.part_bytes:
+                self._put_whole(key, source, path.name, checksum, num_bytes)
+            else:
+                self._put_parts(key, source, path.name, checksum, num_bytes)
+        return self._confirm(key, checksum, num_bytes)
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        self._put(key, memoryview(data), crc.of_bytes(data))
+
+    def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        if end is not None and end <= begin:
+            return b""
+        span = {} if begin == 0 and end is None else {"Range": f"bytes={begin}-{'' if end is None else end - 1}"}
+        data: bytes = self._call(key, lambda client: client.get_object(**self._of(key), **span)["Body"].read())
+        return data
+
+    def open_local(self, key: str) -> Path | None:
+        return None
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        try:
+            answer = self._head(key)
+        except ObjectMissing:
+            return None
+        return ObjectInfo(
+            key=key,
+            num_bytes=answer["ContentLength"],
+            checksum=_proof(answer) or answer.get("Metadata", {}).get(METADATA_CHECKSUM),
+            modified=answer["LastModified"].timestamp(),
+        )
+
+    def checksum(self, key: str) -> str:
+        trusted = self._abilities.single if self._abilities else self._settings.endpoint_url is None
+        return (trusted and _proof(self._head(key))) or self._read_back(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for page in self._pages("list_objects_v2", _NEXT_OBJECTS, Prefix=self._prefix + prefix):
+            for item in page.get("Contents", ()):
+                key = item["Key"].removeprefix(self._prefix)
+                if not any(part.startswith(".") for part in key.split("/")) and not key.endswith("/"):
+                    yield ObjectInfo(key=key, num_bytes=item["Size"], modified=item["LastModified"].timestamp())
+
+    def delete(self, key: str) -> None:
+        self._call(key, lambda client: client.delete_object(**self._of(key)))
+
+    def probe(self) -> StoreCapabilities:
+        abilities = self._can()
+        return StoreCapabilities(confirm="store" if abilities.single else "read_back", detail=abilities.detail)
+
+    def check_readable(self) -> None:
+        try:
+            self._call("", lambda client: client.list_objects_v2(**self._common, Prefix=self._prefix, MaxKeys=1))
+        except ObjectMissing as error:
+            raise StoreRefused(f"{self.uri}: no such bucket; create it, or check its name") from error
+
+    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
+        num_aborted = 0
+        for page in self._pages("list_multipart_uploads", _NEXT_UPLOADS, Prefix=self._prefix + names.STATES_PREFIX):
+            now = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+            for upload in page.get("Uploads", ()):
+                parsed = names.parse_shard_name(upload["Key"].removeprefix(self._prefix))
+                if parsed is None or _age_seconds(now, upload) < UNFINISHED_SECONDS or not is_dead(parsed[1]):
+                    continue
+                num_aborted += self._abort(upload["Key"], upload["UploadId"])
+        return num_aborted
+
+    def _put_whole(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
+        data = read_part(source, name, 0, num_bytes)
+        found = crc.of_bytes(data)
+        if found != checksum:
+            raise DamagedShard(f"{name}: expected checksum {checksum}, found {found}")
+        self._put(key, data, checksum, **self._written)
+
+    def _put(self, key: str, data: memoryview, checksum: str, **extra: Any) -> None:
+        proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self._can().single else {}
+        metadata = {METADATA_CHECKSUM: checksum}
+        self._call(
+            key,
+            lambda client: client.put_object(
+                **self._of(key), **extra, **proof, Metadata=metadata, Body=LimitedBody(data, self._limit)
+            ),
+        )
+
+    def _put_parts(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
+        sizes = part_sizes(num_bytes, self._settings.part_bytes)
+        upload = Multipart(
+            call=functools.partial(self._call, key),
+            target=self._of(key),
+            checksummed=self._can().multipart,
+            limit=self._limit,
+        )
+        upload.begin(**self._written, Metadata={METADATA_CHECKSUM: checksum})
+        try:
+            found = upload.send(source, name, sizes, self._settings.num_connections)
+            if found != checksum:
+                raise DamagedShard(f"{name}: expected checksum {checksum}, found {found}")
+            upload.complete(checksum, num_bytes)
+        except BaseException:
+            self._abort(self._prefix + key, upload.upload_id)
+            raise
+
+    def _confirm(self, key: str, checksum: str, num_bytes: int) -> ObjectInfo:
+        try:
+            answer = self._head(key)
+            found = (self._can().single and _proof(answer)) or self._read_back(key)
+        except ObjectMissing as error:
+            raise TransientError(f"{self.uri}/{key}: sent, but not there; sent again") from error
+        if answer["ContentLength"] != num_bytes or found != checksum:
+            self.delete(key)
+            raise TransientError(
+                f"{self.uri}/{key}: the store holds {answer['ContentLength']} bytes with checksum {found}, expected "
+                f"{num_bytes} with {checksum}; removed there, sent again"
+            )
+        return ObjectInfo(key=key, num_bytes=num_bytes, checksum=checksum, modified=answer["LastModified"].timestamp())
+
+    def _read_back(self, key: str) -> str:
+        def read(client: S3Client) -> str:
+            return crc.of_chunks(client.get_object(**self._of(key))["Body"].iter_chunks(_READ_BYTES))
+
+        return str(self._call(key, read))
+
+    def _head(self, key: str) -> dict[str, Any]:
+        try:
+            return dict(self._call(key, lambda client: client.head_object(**self._of(key), ChecksumMode="ENABLED")))
+        except StoreRefused:
+            # A HEAD's error has no body; a GET of one byte says why.
+            self._call(key, lambda client: client.get_object(**self._of(key), Range="bytes=0-0")["Body"].close())
+            raise
+
+    def _abort(self, full_key: str, upload_id: str) -> bool:
+        target = {**self._common, "Key": full_key, "UploadId": upload_id}
+        try:
+            self._call(full_key, lambda client: client.abort_multipart_upload(**target), num_attempts=2)
+        except TransientError:  # gone already
+            return True
+        except HiddenqError:
+            self._observer.abort_failed(full_key)
+            return False
+        return True
+
+    def _pages(self, operation: str, follow: Mapping[str, str], **arguments: Any) -> Iterator[Any]:
+        """Every page of a listing; `follow` says which fields of a page are which arguments of the next request."""
+        while True:
+            page = self._call("", lambda client: getattr(client, operation)(**self._common, **arguments))  # noqa: B023
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments |= {argument: page[field] for field, argument in follow.items()}
+
+    def _can(self) -> S3Abilities:
+        with self._probing:
+            if self._abilities is None:
+                self._abilities = probe(self._connection, self._common, self._prefix, self._settings)
+            return self._abilities
+
+    def _of(self, key: str) -> dict[str, Any]:
+        return {**self._common, "Key": self._prefix + key}
+
+    def _call(self, key: str, request: Callable[[S3Client], Any], **options: Any) -> Any:
+        return self._connection.call(f"s3://{self._bucket}/{self._prefix}{key}", request, **options)
+
+
+def _reopen(bucket: str, prefix: str, settings: StoreSettings) -> S3Store:
+    limit = BandwidthLimit(settings.bandwidth_bytes_per_second)
+    return S3Store(bucket, prefix, settings, observer=StoreObserver(), limit=limit)
+
+
+def _proof(answer: Mapping[str, Any]) -> str | None:
+    """The store's own checksum of the whole object."""
+    value = answer.get("ChecksumCRC64NVME")
+    return crc.from_s3(value) if value and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" else None
+
+
+def _age_seconds(date: str | None, upload: Mapping[str, Any]) -> float:
+    """Age of an unfinished upload by the store's own clock."""
+    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+    return float((now - upload["Initiated"]).total_seconds())

@@ -1,0 +1,99 @@
+"""One S3 client a process, and calls that are tried again.
+
+Invariant: a client is made in the process that uses it (never carried over a fork), and made anew when its credentials
+have ended, so boto3's chain looks them up again. botocore's own retries are off: the ones here wait with jitter, count,
+and end as `StoreAway`, after which the caller keeps its file and waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from hiddenq.contracts.errors import HiddenqError, StoreAway
+from hiddenq.storage.s3_errors import EXPIRED, code_of, translate
+from hiddenq.storage.settings import StoreSettings
+from hiddenq.storage.store import StoreObserver
+
+S3Client: TypeAlias = Any
+"""boto3 makes its clients' methods at run time; what goes through them is typed where it comes out."""
+
+NUM_ATTEMPTS = 5
+"""Tries of one request before the store counts as away."""
+WAIT_SECONDS = 0.1
+MAX_WAIT_SECONDS = 5.0
+
+
+class S3Connection:
+    """A lazily made client for one set of settings."""
+
+    def __init__(self, settings: StoreSettings, observer: StoreObserver) -> None:
+        self._settings = settings
+        self._observer = observer
+        self._pid = -1
+        self._lock = threading.Lock()
+        self._made: S3Client = None
+
+    def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
+        """The answer to a request that may be repeated without harm; errors are ours."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(StoreAway),
+            stop=stop_after_attempt(num_attempts),
+            wait=wait_random_exponential(multiplier=WAIT_SECONDS, max=MAX_WAIT_SECONDS),
+            before_sleep=self._count,
+            reraise=True,
+        )
+        return retrying(self._once, where, request)
+
+    def _once(self, where: str, request: Callable[[S3Client], Any]) -> Any:
+        try:
+            return request(self._client())
+        except HiddenqError:
+            raise
+        except (ClientError, BotoCoreError, OSError, ValueError) as error:
+            if isinstance(error, ClientError) and code_of(error) in EXPIRED:
+                self._made = None
+            raise translate(error, where) from error
+
+    def _count(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        cause = error.__cause__ if error else None
+        self._observer.retried(code_of(cause) if isinstance(cause, ClientError) else type(cause or error).__name__)
+
+    def _client(self) -> S3Client:
+        if self._pid != os.getpid():  # the first use, or the first after a fork
+            self._lock = threading.Lock()
+            self._made = None
+            self._pid = os.getpid()
+        with self._lock:
+            if self._made is None:
+                self._made = _make_client(self._settings)
+            return self._made
+
+
+def _make_client(settings: StoreSettings) -> S3Client:
+    session = boto3.session.Session(profile_name=settings.profile, region_name=settings.region)
+    config = Config(
+        connect_timeout=settings.timeout_seconds,
+        read_timeout=settings.timeout_seconds,
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        max_pool_connections=settings.num_connections + 2,
+        tcp_keepalive=True,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra="hiddenq",
+        s3={"addressing_style": settings.addressing_style, "payload_signing_enabled": False},
+    )
+    return session.client(
+        "s3",
+        region_name=session.region_name or "us-east-1",
+        endpoint_url=settings.endpoint_url,
+        config=config,
+    )

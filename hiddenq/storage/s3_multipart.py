@@ -1,0 +1,124 @@
+"""One multipart upload: equal parts, in parallel, each with its checksum.
+
+Invariant: what is completed is what was recorded. Each part's checksum is taken from the very buffer that is sent, and
+the checksum of the whole is combined from them in order, so a file that changes while it is read is found out before
+the upload is completed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from hiddenq.contracts import checksum as crc
+from hiddenq.contracts.errors import DamagedShard, TransientError
+from hiddenq.storage.bandwidth import BandwidthLimit, LimitedBody
+
+MAX_PARTS = 10_000
+
+
+def part_sizes(num_bytes: int, part_bytes: int) -> list[int]:
+    """Sizes of the parts of a file: equal ones of at least `part_bytes` (the last may be smaller), 10,000 at most."""
+    num_parts = min(MAX_PARTS, max(1, num_bytes // part_bytes))
+    size = -(-num_bytes // num_parts)
+    return [min(size, num_bytes - begin) for begin in range(0, num_bytes, size)]
+
+
+def read_part(source: int, name: str, begin: int, size: int, buffer: bytearray | None = None) -> memoryview:
+    """Exactly `size` bytes of a file from `begin` on.
+
+    Raises:
+        DamagedShard: the file ends before.
+    """
+    data = memoryview(bytearray(size) if buffer is None else buffer)[:size]
+    position = 0
+    while position < size:
+        num_read = os.preadv(source, [data[position:]], begin + position)
+        if num_read == 0:
+            raise DamagedShard(
+                f"{name}: cut while it was read: expected {begin + size} bytes, found {begin + position}"
+            )
+        position += num_read
+    return data
+
+
+@dataclass(kw_only=True)
+class Multipart:
+    """A multipart upload of one object."""
+
+    call: Callable[..., Any]
+    """Runs a request of the client, tried again where that helps."""
+    target: dict[str, Any]
+    """Bucket, key, and who pays."""
+    checksummed: bool
+    """Whether the store takes CRC64-NVME of the whole object."""
+    limit: BandwidthLimit
+    upload_id: str = ""
+    _parts: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self, **extra: Any) -> None:
+        """Open the upload."""
+        kind = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if self.checksummed else {}
+        answer = self.call(lambda client: client.create_multipart_upload(**self.target, **kind, **extra))
+        self.upload_id = answer["UploadId"]
+
+    def send(self, source: int, name: str, sizes: Sequence[int], num_connections: int) -> str:
+        """Send all parts; returns the checksum of what was sent. The first failure ends it."""
+        buffers = threading.local()
+        stop = threading.Event()
+
+        def send_part(number: int) -> tuple[dict[str, Any], str]:
+            if stop.is_set():
+                raise TransientError(f"{name}: another part failed")
+            if not hasattr(buffers, "data"):
+                buffers.data = bytearray(sizes[0])
+            data = read_part(source, name, number * sizes[0], sizes[number], buffers.data)
+            return self._send(number + 1, data)
+
+        with ThreadPoolExecutor(min(num_connections, len(sizes)), thread_name_prefix="part") as pool:
+            futures = [pool.submit(send_part, number) for number in range(len(sizes))]
+            try:
+                sent = [future.result() for future in futures]
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._parts = [part for part, _ in sent]
+        return crc.of_parts((checksum, size) for (_, checksum), size in zip(sent, sizes, strict=True))
+
+    def send_one(self, data: memoryview) -> None:
+        """Send these bytes as the only part."""
+        self._parts = [self._send(1, data)[0]]
+
+    def complete(self, checksum: str, num_bytes: int, **options: Any) -> None:
+        """Close the upload. If it is gone, an earlier answer was lost: the object itself says whether it is there."""
+        proof: dict[str, Any] = {}
+        if self.checksummed:
+            proof = {
+                "ChecksumCRC64NVME": crc.to_s3(checksum),
+                "ChecksumType": "FULL_OBJECT",
+                "MpuObjectSize": num_bytes,
+            }
+        parts = {"Parts": self._parts}
+        with suppress(TransientError):
+            self.call(
+                lambda client: client.complete_multipart_upload(
+                    **self.target, **proof, UploadId=self.upload_id, MultipartUpload=parts
+                ),
+                **options,
+            )
+
+    def _send(self, number: int, data: memoryview) -> tuple[dict[str, Any], str]:
+        checksum = crc.of_bytes(data)
+        proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self.checksummed else {}
+        answer = self.call(
+            lambda client: client.upload_part(
+                **self.target, **proof, UploadId=self.upload_id, PartNumber=number, Body=LimitedBody(data, self.limit)
+            )
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"], **proof}, checksum
