@@ -1,0 +1,15 @@
+"""Out of the store and into training: open a run, datasets for torch, exports to trainers, verify.
+
+Consumes a run's output location, finished or still going; produces samples, exported sets and reports. Imports
+`hiddenq.contracts` and `hiddenq.storage`, torch, and neither the queue nor Transformers (but for the one function that
+recomputes samples from the model).
+
+    index.py      where each sample lies            run.py       open a run, read a sample
+    decode.py     bytes to tensors                  checks/      verify: every check of a run
+"""
+
+from hiddenq.reader.checks import Finding, VerifyReport, verify
+from hiddenq.reader.decode import Sample
+from hiddenq.reader.run import Run, open_run
+
+__all__ = ["Finding", "Run", "Sample", "VerifyReport", "open_run", "verify"]

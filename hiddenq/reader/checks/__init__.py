@@ -1,0 +1,14 @@
+"""Verify a run: every kept row exactly once, every byte as recorded, every value as planned.
+
+Consumes a run's location, produces a `VerifyReport`; what it says rests on `run.json` and the token parts, which were
+written before the first shard. It never writes.
+
+    plan.py       run.json, batches, rejects, index, manifest      shard.py      one shard in one pass
+    norms.py      what only shows over many samples (`deep`)       recompute.py  samples from the model again
+    report.py     findings and what to do about them
+"""
+
+from hiddenq.reader.checks.report import Finding, Recomputed, VerifyReport
+from hiddenq.reader.checks.verify import verify
+
+__all__ = ["Finding", "Recomputed", "VerifyReport", "verify"]

@@ -1,0 +1,267 @@
+"""Check one shard: every byte is read once, in file order, in bounded memory.
+
+Invariant: the checksum and all checks of content see the same bytes: one read feeds both.
+Nothing in the file is believed: sizes come from the store, tokens from the token parts, the layout from the format.
+
+Shape legend: S tokens, K target layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiddenq.contracts.checksum import Crc64Nvme
+from hiddenq.contracts.errors import DamagedShard, ObjectMissing
+from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.shard import ShardFormat, TensorSpec, header_num_bytes, parse_header
+from hiddenq.reader.checks.report import Findings
+from hiddenq.reader.index import samples_of
+from hiddenq.storage import ObjectInfo, ObjectStore
+from hiddenq.storage.runfiles import TokenRow
+
+READ_BYTES = 16 << 20
+"""Bytes asked for at a time."""
+_MAGNITUDE = {"BF16": ("<u2", 0x7FFF, 0x7F80), "F16": ("<u2", 0x7FFF, 0x7C00), "F32": ("<u4", 0x7FFFFFFF, 0x7F800000)}
+"""By dtype: the word, its bits without the sign, and the smallest word that is not finite."""
+_FP8 = ("u1", 0x7F, 0x7F)
+_MAX_ZERO_SHARE = 0.1
+
+
+@dataclass
+class ShardOutcome:
+    """What a pass over a shard showed."""
+
+    num_bytes: int = 0
+    num_tokens: int = 0
+    offsets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """sample_id → (byte offset in the file, num_tokens), by the header."""
+    data_offset: int = 0
+    checksum: str = ""
+    norms: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """With `deep`: sample_id → mean log2 norm of each layer, then of the final state."""
+    digests: dict[int, bytes] = field(default_factory=dict)
+    """With `deep`: sample_id → digest of its states."""
+
+
+def check_shard(
+    store: ObjectStore,
+    info: ObjectInfo,
+    rows: Sequence[TokenRow],
+    config: RunConfig,
+    findings: Findings,
+    *,
+    deep: bool = False,
+) -> ShardOutcome:
+    """Read a shard once and add what is wrong with it to `findings`."""
+    outcome = ShardOutcome()
+    stream = _Stream(store, info)
+    try:
+        _check(stream, rows, config, findings, outcome, deep=deep)
+    except (DamagedShard, ObjectMissing) as error:
+        findings.add("damaged_shard", info.key, str(error).removeprefix(f"{info.key}: "))
+    outcome.num_bytes = stream.position
+    return outcome
+
+
+def _check(
+    stream: _Stream,
+    rows: Sequence[TokenRow],
+    config: RunConfig,
+    findings: Findings,
+    outcome: ShardOutcome,
+    *,
+    deep: bool,
+) -> None:
+    key, shard_format = stream.info.key, ShardFormat.of_run(config)
+    prefix = bytes(stream.take(8))
+    size = header_num_bytes(prefix, name=key)
+    if size > stream.info.num_bytes:
+        raise DamagedShard(f"{key}: header of {size} bytes in an object of {stream.info.num_bytes}")
+    specs, metadata = parse_header(prefix + bytes(stream.take(size - 8)), name=key, num_bytes=stream.info.num_bytes)
+    _check_metadata(key, metadata, config, findings)
+    outcome.data_offset = size
+    expected = {row.sample_id: row for row in rows}
+    try:
+        samples = samples_of(specs, shard_format, name=key)
+        if {sample_id: len(row.input_ids) for sample_id, row in expected.items()} != dict(samples):
+            raise DamagedShard(f"{key}: {_difference(expected, dict(samples))}")
+    except DamagedShard as error:
+        findings.add("layout", key, str(error).removeprefix(f"{key}: "))
+        samples = ()
+    begin = 0
+    for sample_id, num_tokens in samples:
+        outcome.offsets[sample_id] = (size + begin, num_tokens)
+        outcome.num_tokens += num_tokens
+        tensors = shard_format.sample_tensors(sample_id, num_tokens, begin)
+        begin = tensors[-1].end
+        _check_sample(key, stream, tensors, expected[sample_id], config, findings, outcome, deep=deep)
+    while stream.left:
+        stream.take(min(READ_BYTES, stream.left))
+    outcome.checksum = stream.crc.value
+
+
+def _check_metadata(key: str, metadata: dict[str, Any], config: RunConfig, findings: Findings) -> None:
+    wanted = {
+        "run": config.run,
+        "layer_convention": config.layer_convention,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    for name, value in wanted.items():
+        if name in metadata and metadata[name] != value:
+            findings.add("layout", key, f"metadata {name}: expected {value!r}, found {str(metadata[name])[:80]!r}")
+
+
+def _difference(expected: dict[int, TokenRow], found: dict[int, int]) -> str:
+    for sample_id in sorted(expected.keys() | found.keys()):
+        wanted = len(expected[sample_id].input_ids) if sample_id in expected else None
+        if wanted != found.get(sample_id):
+            return f"sample {sample_id}: expected {wanted or 'no'} tokens by the plan, found {found.get(sample_id)}"
+    raise AssertionError("the samples do not differ")
+
+
+def _check_sample(
+    key: str,
+    stream: _Stream,
+    tensors: Sequence[TensorSpec],
+    row: TokenRow,
+    config: RunConfig,
+    findings: Findings,
+    outcome: ShardOutcome,
+    *,
+    deep: bool,
+) -> None:
+    where = f"sample {row.sample_id} in {key}"
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    dtypes = {spec.name.partition(".")[2]: spec.dtype for spec in tensors}
+    digest = hashlib.blake2b(digest_size=16)
+    for spec in tensors:
+        name = spec.name.partition(".")[2]
+        data = stream.take(spec.end - spec.begin)
+        word = {"I64": "<i8", "F8_E4M3": "u1"}.get(spec.dtype) or _MAGNITUDE[spec.dtype][0]
+        array = np.frombuffer(data, word).reshape(spec.shape)
+        arrays[name] = array
+        if name in ("input_ids", "loss_mask"):
+            planned = row.input_ids if name == "input_ids" else row.loss_mask
+            if not np.array_equal(array, planned):
+                at = int(np.argmax(array != planned))
+                findings.add(
+                    "tokens", where, f"{name}[{at}]: expected {planned[at]} by the token part, found {array[at]}"
+                )
+            continue
+        _check_magnitudes(where, name, spec.dtype, array, config, findings)
+        if deep:
+            digest.update(data)
+    if deep:
+        outcome.digests[row.sample_id] = digest.digest()
+        outcome.norms[row.sample_id] = _log_norms(arrays, dtypes)
+    _check_final(where, arrays, config, findings)
+
+
+def _check_magnitudes(
+    where: str, name: str, dtype: str, words: npt.NDArray[Any], config: RunConfig, findings: Findings
+) -> None:
+    """Non-finite words and vectors of zeros, without leaving integers: one pass over the tensor."""
+    _, mask, not_finite = _MAGNITUDE.get(dtype, _FP8)
+    peaks = (words & mask).max(axis=-1)  # [S, K] or [S]
+    if (peaks >= not_finite).any():
+        token, *layer = (int(at[0]) for at in np.nonzero(peaks >= not_finite))
+        findings.add("non_finite", where, f"{_layer(name, layer, config)}: NaN or Inf at token {token}")
+    num_zero = np.atleast_1d((peaks == 0).sum(axis=0))
+    if (num_zero > 1).any() and num_zero.max() > _MAX_ZERO_SHARE * len(peaks):
+        layer = [int(num_zero.argmax())] if peaks.ndim > 1 else []
+        findings.add(
+            "zero_states", where, f"{_layer(name, layer, config)}: {num_zero.max()} of {len(peaks)} vectors are zero"
+        )
+
+
+def _layer(name: str, layer: Sequence[int], config: RunConfig) -> str:
+    return f"layer {config.target_layer_ids[layer[0]]}" if layer else name
+
+
+def _check_final(where: str, arrays: dict[str, npt.NDArray[Any]], config: RunConfig, findings: Findings) -> None:
+    """If the last layer is a target layer, its slot and the final hidden state are one tensor."""
+    last = config.model.num_layers - 1
+    if last not in config.target_layer_ids or "final_hidden_state" not in arrays or "hidden_states_scale" in arrays:
+        return
+    slot = arrays["hidden_states"][:, config.target_layer_ids.index(last)]
+    if not np.array_equal(slot, arrays["final_hidden_state"]):
+        findings.add("final_state", where, f"layer {last} is the last one, but differs from final_hidden_state")
+
+
+def _log_norms(arrays: dict[str, npt.NDArray[Any]], dtypes: dict[str, str]) -> npt.NDArray[np.float32]:
+    """Mean over tokens of the log2 of the vectors' norms: each target layer, then the final state."""
+    means = []
+    for name in ("hidden_states", "final_hidden_state"):
+        if name not in arrays:
+            continue
+        floats = as_float32(arrays[name], dtypes[name])
+        if name == "hidden_states" and "hidden_states_scale" in arrays:
+            floats = floats * as_float32(arrays["hidden_states_scale"], "F32")
+        squares = np.einsum("...h,...h->...", floats, floats)
+        with np.errstate(invalid="ignore"):
+            means.append(np.atleast_1d(0.5 * np.log2(np.maximum(squares, 1e-30)).mean(axis=0)))
+    return np.concatenate(means).astype(np.float32) if means else np.zeros(0, np.float32)
+
+
+def as_float32(words: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """Stored words as float32 values."""
+    if dtype == "BF16":
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E4M3":
+        return np.take(_FP8_VALUES, words)
+    return words.view("<f2" if dtype == "F16" else "<f4").astype(np.float32)
+
+
+def _fp8_values() -> npt.NDArray[np.float32]:
+    """Every value of e4m3fn: sign, 4 exponent bits (bias 7), 3 mantissa bits, NaN at 0x7F."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_FP8_VALUES = _fp8_values()
+
+
+class _Stream:
+    """An object's bytes in order, each asked for once; the checksum is over what was handed out."""
+
+    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
+        self.info = info
+        self.position = 0
+        self.crc = Crc64Nvme()
+        self._store = store
+        self._ahead = memoryview(b"")
+
+    @property
+    def left(self) -> int:
+        """Bytes not handed out yet."""
+        return self.info.num_bytes - self.position
+
+    def take(self, num_bytes: int) -> memoryview:
+        """The next bytes, as many as asked for.
+
+        Raises:
+            DamagedShard: the object ends before.
+        """
+        if num_bytes > len(self._ahead):
+            begin = self.position + len(self._ahead)
+            end = min(self.info.num_bytes, max(begin + READ_BYTES, self.position + num_bytes))
+            more = self._store.get_bytes(self.info.key, begin, end) if end > begin else b""
+            self._ahead = memoryview(bytes(self._ahead) + more if len(self._ahead) else more)
+        if num_bytes > len(self._ahead):
+            have = self.position + len(self._ahead)
+            raise DamagedShard(
+                f"{self.info.key}: ends after {have} bytes; expected {self.position + num_bytes} or more"
+            )
+        taken, self._ahead = self._ahead[:num_bytes], self._ahead[num_bytes:]
+        self.position += num_bytes
+        self.crc.update(taken)
+        return taken

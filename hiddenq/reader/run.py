@@ -1,0 +1,238 @@
+"""Open a run and read single samples from it.
+
+Invariant: a `Run` holds the index and no open connection that another process could share: store and files are opened
+anew in each process that uses it, so it can be pickled, forked into DataLoader workers and used from many threads.
+A sample costs one ranged read of exactly its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import DamagedShard, ObjectMissing, RunMismatch, StoreRefused, UsageError
+from hiddenq.contracts.manifest import BatchPlan, Manifest
+from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.shard import ShardFormat
+from hiddenq.reader.decode import Sample, decode_sample
+from hiddenq.reader.index import Integers, SampleIndex, read_index, scan_shards
+from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage.runfiles import load_batches, load_run_json, read_token_rows
+
+_MAX_OPEN_FILES = 64
+
+
+def open_run(uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16) -> Run:
+    """Open the run at a folder or `s3://bucket/prefix`, finished or still going.
+
+    A finished run is described by its index. Of one that is still going the shards' headers are read, `threads` at a
+    time; it then holds the samples that were there at that moment.
+
+    Raises:
+        StoreRefused: the location can't be read.
+        UsageError: there is no run.
+        DamagedShard: the index or a header contradicts `run.json`; `hiddenq verify` says more.
+    """
+    settings = settings or StoreSettings()
+    store = open_store(uri, settings)
+    config = load_config(store)
+    manifest, index_info = load_manifest(store), store.stat(names.INDEX)
+    if manifest is not None and manifest.run != config.run:
+        raise RunMismatch(f"{store.uri}: manifest.json is of run {manifest.run}, run.json of {config.run}")
+    if manifest is not None and index_info is not None:
+        index = read_index(store.get_bytes(names.INDEX), config)
+    else:
+        index = scan_shards(store, config, load_batches(store), threads=threads)
+    return Run(store.uri, settings, config, index, manifest)
+
+
+def load_config(store: ObjectStore) -> RunConfig:
+    """`run.json` of a location.
+
+    Raises:
+        StoreRefused: the location can't be read.
+        UsageError: there is no run.
+    """
+    store.check_readable()
+    config = load_run_json(store)
+    if config is None:
+        raise UsageError(f"{store.uri}: no run there (run.json is missing); is the location right?")
+    return config
+
+
+def load_manifest(store: ObjectStore) -> Manifest | None:
+    """`manifest.json` of a location; None while the run is going."""
+    if store.stat(names.MANIFEST) is None:
+        return None
+    return Manifest.parse(store.get_bytes(names.MANIFEST))
+
+
+class Run:
+    """One run, sample by sample: `run[sample_id]`."""
+
+    def __init__(
+        self, uri: str, settings: StoreSettings, config: RunConfig, index: SampleIndex, manifest: Manifest | None
+    ) -> None:
+        self.uri = uri
+        self.config = config
+        self.manifest = manifest
+        """None while the run is going."""
+        self.index = index
+        self.shard_format = ShardFormat.of_run(config)
+        self._settings = settings
+        self._local = _Process()
+
+    def __len__(self) -> int:
+        return len(self.index.sample_ids)
+
+    def __contains__(self, sample_id: object) -> bool:
+        return isinstance(sample_id, (int, np.integer)) and bool(np.isin(sample_id, self.index.sample_ids))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.index.sample_ids.tolist())
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        return self.read(sample_id)
+
+    @property
+    def sample_ids(self) -> Integers:
+        """int64 [N], ascending: row numbers of the input dataset."""
+        return self.index.sample_ids
+
+    @property
+    def lengths(self) -> Integers:
+        """int64 [N]: tokens of each sample, in the order of `sample_ids`."""
+        return self.index.num_tokens
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Layers along K, in the order asked: id L is the output of decoder layer L."""
+        return self.config.target_layer_ids
+
+    @property
+    def store(self) -> ObjectStore:
+        """This process's store."""
+        return self._local.store(self.uri, self._settings)
+
+    def read(self, sample_id: int, dtype: torch.dtype | None = None) -> Sample:
+        """Read one sample by one byte range, its states in `dtype`.
+
+        Args:
+            dtype: None for the stored dtype; fp8 then comes out in the model's.
+
+        Raises:
+            KeyError: the run has no such sample (it was rejected, or isn't there yet).
+            DamagedShard: the store holds fewer bytes than the index says.
+        """
+        return decode_sample(self.read_bytes(sample_id), self.shard_format, sample_id, dtype)
+
+    def read_bytes(self, sample_id: int) -> torch.Tensor:
+        """The sample's byte range as it is stored, uint8 [num_bytes]."""
+        try:
+            at = self.index.position(sample_id)
+        except KeyError:
+            raise KeyError(f"sample {sample_id} is not in run {self.config.run} ({len(self)} samples)") from None
+        key = self.index.shard_keys[self.index.shard[at]]
+        begin, num_bytes = int(self.index.byte_offset[at]), int(self.index.num_bytes[at])
+        buffer = self._local.read(self.store, key, begin, num_bytes)
+        if len(buffer) != num_bytes:
+            raise DamagedShard(
+                f"{key}: sample {sample_id}: expected {num_bytes} bytes at {begin}, found {len(buffer)}; "
+                f"run `hiddenq verify --out {self.uri}`"
+            )
+        return buffer
+
+    def num_supervised(self) -> Integers:
+        """int64 [N]: supervised tokens of each sample; read from the token parts while the run is going."""
+        if self.index.num_supervised is not None:
+            return self.index.num_supervised
+        counts: dict[int, int] = {}
+        for batch in load_batches(self.store):
+            rows = read_token_rows(self.store, batch.token_part, batch.first_row, batch.num_samples)
+            counts.update((row.sample_id, int(row.loss_mask.sum())) for row in rows)
+        return np.array([counts[sample_id] for sample_id in self.index.sample_ids.tolist()], np.int64)
+
+    def batches(self) -> list[BatchPlan]:
+        """The batches of the plan, in plan order."""
+        return load_batches(self.store)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_local": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = _Process()
+
+    def __repr__(self) -> str:
+        state = "finished" if self.manifest else "still going"
+        return f"<Run {self.config.run} at {self.uri}: {len(self)} samples, layers {self.target_layer_ids}, {state}>"
+
+
+class _Process:
+    """What belongs to one process: the store and, for local runs, a few open files."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._store: ObjectStore | None = None
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+
+    def store(self, uri: str, settings: StoreSettings) -> ObjectStore:
+        if self._pid != os.getpid():
+            self._lock = threading.Lock()
+            self._reset()
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(uri, settings)
+            return self._store
+
+    def read(self, store: ObjectStore, key: str, begin: int, num_bytes: int) -> torch.Tensor:
+        path = store.open_local(key)
+        if path is None:
+            return torch.frombuffer(bytearray(store.get_bytes(key, begin, begin + num_bytes)), dtype=torch.uint8)
+        with self._lock:
+            file = self._files.pop(key, None) or _OpenFile(path)
+            self._files[key] = file
+            while len(self._files) > _MAX_OPEN_FILES:
+                self._files.popitem(last=False)
+        return file.read(begin, num_bytes)
+
+
+class _OpenFile:
+    """A descriptor that is closed when nobody reads from it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"{path}: no such object; run `hiddenq verify`") from error
+        except OSError as error:
+            raise StoreRefused(f"{path}: {error.strerror}; run `hiddenq verify`") from error
+
+    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
+        """Up to `num_bytes` bytes; fewer at the end of the file. Never mapped: a network disk may fail under a map."""
+        size = os.fstat(self._descriptor).st_size
+        buffer = torch.empty(max(0, min(num_bytes, size - begin)), dtype=torch.uint8)
+        view, done = memoryview(buffer.numpy().data), 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], begin + done)
+            if not count:
+                break
+            done += count
+        return buffer[:done]
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)

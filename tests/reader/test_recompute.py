@@ -1,0 +1,95 @@
+"""Verify against the model itself: what no checksum can show.
+
+The invariant: every fault here leaves checksums, tokens, index and manifest right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hiddenq.contracts.errors import ModelError
+from hiddenq.reader import verify
+from tests.support.made_run import MadeRun, make_run
+from tests.support.models import save_tiny_model
+
+Make = Callable[..., MadeRun]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def real(tmp_path: Path, model_folder: Path) -> MadeRun:
+    """A run whose states are those of a tiny model."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+    def states(sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        final: list[torch.Tensor] = []
+        hook = model.model.norm.register_forward_pre_hook(lambda _module, args: final.append(args[0][0]))
+        with torch.no_grad():
+            hidden = model.model(input_ids[None], output_hidden_states=True).hidden_states
+        hook.remove()
+        return torch.stack([hidden[2][0], hidden[3][0]], dim=1), final[0]
+
+    return make_run(
+        tmp_path / "run",
+        num_layers=4,
+        hidden_size=64,
+        dtype="float32",
+        target_layer_ids=(1, 2),
+        min_length=9,
+        max_length=9,
+        states=states,
+        model=str(model_folder),
+    )
+
+
+def test_the_states_of_the_model_agree(real: MadeRun) -> None:
+    report = verify(real.folder, recompute=5, seed=0)
+    assert report.ok, report.lines()
+    assert report.recomputed is not None
+    assert report.recomputed.num_samples == 5
+    assert 0 <= report.recomputed.worst_difference < 1e-5
+
+
+def test_layers_in_another_order_are_found(real: MadeRun) -> None:
+    for sample in real.samples.values():
+        sample.hidden_states = sample.hidden_states.flip(1)
+    real.write_shards()
+    real.finish()
+    assert verify(real.folder).ok
+    report = verify(real.folder, recompute=1)
+    assert set(report.num_findings) == {"recompute"}
+    assert {"layer 1", "layer 2"} == {finding.text.partition(":")[0] for finding in report.findings}
+
+
+def test_states_swapped_between_two_samples_are_found(real: MadeRun) -> None:
+    first, second = (real.samples[sample_id] for sample_id in real.sample_ids[0][:2])
+    first.hidden_states, second.hidden_states = second.hidden_states, first.hidden_states
+    first.final_hidden_state, second.final_hidden_state = second.final_hidden_state, first.final_hidden_state
+    real.write_shard(real.shard_keys[0])
+    real.finish()
+    assert verify(real.folder).ok
+    report = verify(real.folder, recompute=len(real.samples))
+    assert {finding.where for finding in report.findings} == {
+        f"sample {sample_id}" for sample_id in real.sample_ids[0][:2]
+    }
+
+
+def test_a_model_that_is_not_there_is_one_line(make: Make) -> None:
+    made = make(model="/nowhere/model")
+    with pytest.raises(ModelError, match=r"can't be loaded.*--model"):
+        verify(made.folder, recompute=1)
+
+
+def test_another_model_is_refused(make: Make, model_folder: Path) -> None:
+    made = make(num_layers=7)
+    with pytest.raises(ModelError, match="no list of 7 layers"):
+        verify(made.folder, recompute=1, model=str(model_folder))
