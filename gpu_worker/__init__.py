@@ -1,0 +1,29 @@
+"""The GPU stage: batches from the extract queue in, finished shards in the spool and jobs on its upload queue out.
+
+Imports `hiddenq.contracts`, `.storage`, `.delivery` and `.telemetry`, torch and Transformers; never another stage.
+torch itself is imported by `serve`, after the environment of its allocator and caches is set.
+
+    settings.py     what a worker is told             service.py      `serve`: start, run, drain, exit status
+    loading.py      checkpoint → decoder              decoder.py      where its layers are, proved by a probe
+    kernels.py      attention, fast kernels           compilation.py  what is compiled
+    inputs.py       token rows → padded rows          extraction.py   one forward pass → states
+    gather.py       states → the shard's bytes        memory.py       what fits; splitting
+    pipeline.py     the threads around the GPU        writing.py      pinned bytes → spool → queue
+    selfcheck.py    one sample alone                  gpu.py          what NVML says
+    report.py       what the worker says of itself
+"""
+
+from gpu_worker.settings import WorkerSettings
+
+__all__ = ["WorkerSettings", "serve"]
+
+
+def serve(settings: WorkerSettings) -> int:
+    """Run one GPU worker until it is told to stop; returns the process's exit status.
+
+    Raises:
+        UserError: what the user has to mend: settings, model, Redis, store.
+    """
+    from gpu_worker.service import serve as run
+
+    return run(settings)
