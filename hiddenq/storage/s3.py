@@ -117,6 +117,7 @@ class S3Store:
         self._call(key, lambda client: client.delete_object(**self._of(key)))
 
     def probe(self) -> StoreCapabilities:
+        self.check_readable()  # some servers make a missing bucket by the first PUT
         abilities = self._can()
         return StoreCapabilities(confirm="store" if abilities.single else "read_back", detail=abilities.detail)
 
@@ -203,7 +204,7 @@ class S3Store:
     def _abort(self, full_key: str, upload_id: str) -> bool:
         target = {**self._common, "Key": full_key, "UploadId": upload_id}
         try:
-            self._call(full_key, lambda client: client.abort_multipart_upload(**target), num_attempts=2)
+            self._call("", lambda client: client.abort_multipart_upload(**target), num_attempts=2)
         except TransientError:  # gone already
             return True
         except HiddenqError:
@@ -230,7 +231,7 @@ class S3Store:
         return {**self._common, "Key": self._prefix + key}
 
     def _call(self, key: str, request: Callable[[S3Client], Any], **options: Any) -> Any:
-        return self._connection.call(f"s3://{self._bucket}/{self._prefix}{key}", request, **options)
+        return self._connection.call(f"{self.uri}/{key}".rstrip("/"), request, **options)
 
 
 def _reopen(bucket: str, prefix: str, settings: StoreSettings) -> S3Store:

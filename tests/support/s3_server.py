@@ -1,8 +1,9 @@
-"""A real S3 server (SeaweedFS, as strict as they come) for tests: one a session, a bucket of its own for each test.
+"""A real S3 server (SeaweedFS, as strict as they come) for tests: one a session, a prefix of its own for each test.
 
 Promise to tests: telemetry is off, everything listens on loopback, and nothing is left running when Python ends.
+There is one bucket for all, because SeaweedFS gives each bucket volumes of its own.
 
-    from tests.support.s3_server import s3_server, s3_bucket      # the fixtures
+    from tests.support.s3_server import s3_server, s3_location      # the fixtures
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FIRST_PORT, LAST_PORT = 23000, 23999
 GRPC_OFFSET = 10_000
 """SeaweedFS puts each service's gRPC port so far above its HTTP port."""
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret-4f0c"
+BUCKET = "hiddenq-test"
 _START_SECONDS = 60.0
 _ports = itertools.cycle(range(FIRST_PORT + os.getpid() % 900, LAST_PORT))
 
@@ -127,7 +129,7 @@ def start_server(folder: Path) -> S3Server:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with contextlib.suppress(Exception):
-            server.client().create_bucket(Bucket="ready")
+            server.client().create_bucket(Bucket=BUCKET)
             return server
         if process.poll() is not None or time.monotonic() > deadline:
             text = (folder / "log").read_text(errors="replace")[-2000:]
@@ -160,9 +162,19 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> S3Server:
     return server
 
 
+@dataclass(frozen=True)
+class S3Location:
+    """A place of its own in the one bucket."""
+
+    bucket: str
+    prefix: str
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
 @pytest.fixture
-def s3_bucket(s3_server: S3Server) -> str:
-    """A fresh bucket."""
-    bucket = f"test-{secrets.token_hex(6)}"
-    s3_server.client().create_bucket(Bucket=bucket)
-    return bucket
+def s3_location(s3_server: S3Server) -> S3Location:
+    """A fresh prefix."""
+    return S3Location(BUCKET, f"run-{secrets.token_hex(6)}")
