@@ -186,7 +186,7 @@ def parse_header(header: bytes, *, name: str, num_bytes: int) -> tuple[dict[str,
             )
             for tensor, field in fields.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise DamagedShard(f"{name}: header is not safetensors: {error!r}") from error
     position = 0
     for spec in sorted(specs.values(), key=lambda spec: (spec.begin, spec.end)):
