@@ -5,11 +5,24 @@ Consumes a run's output location, finished or still going; produces samples, exp
 recomputes samples from the model).
 
     index.py      where each sample lies            run.py       open a run, read a sample
-    decode.py     bytes to tensors                  checks/      verify: every check of a run
+    decode.py     bytes to tensors                  dataset.py   map-style dataset, collate
+    stream.py     iterable dataset                  checks/      verify: every check of a run
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify
+from hiddenq.reader.dataset import HiddenStatesDataset, collate
 from hiddenq.reader.decode import Sample
 from hiddenq.reader.run import Run, open_run
+from hiddenq.reader.stream import HiddenStatesStream
 
-__all__ = ["Finding", "Run", "Sample", "VerifyReport", "open_run", "verify"]
+__all__ = [
+    "Finding",
+    "HiddenStatesDataset",
+    "HiddenStatesStream",
+    "Run",
+    "Sample",
+    "VerifyReport",
+    "collate",
+    "open_run",
+    "verify",
+]

@@ -1,0 +1,262 @@
+"""Opening a run and reading single samples: what comes out is what was put in, whatever lies in the files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hiddenq
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, RunMismatch, UsageError
+from hiddenq.reader import open_run
+from hiddenq.reader.index import read_index
+from tests.support.made_run import MadeRun, make_run, write_index
+
+Make = Callable[..., MadeRun]
+
+
+def stored(states: torch.Tensor, made: MadeRun) -> torch.Tensor:
+    return states.to(
+        {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(made.config.storage_dtype, torch.float32)
+    )
+
+
+@pytest.mark.parametrize("going", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_sample_comes_out_as_it_was_put_in(make: Make, dtype: str, going: bool) -> None:
+    made = make(dtype=dtype, num_committed=4 if going else None)
+    run = hiddenq.open_run(made.folder)
+    assert (run.manifest is None) is going
+    assert run.sample_ids.tolist() == sorted(made.samples)
+    assert run.lengths.tolist() == [len(made.samples[sample_id].input_ids) for sample_id in run]
+    assert run.num_supervised().tolist() == [int(made.samples[sample_id].loss_mask.sum()) for sample_id in run]
+    for sample_id in run:
+        sample, wanted = run[sample_id], made.samples[sample_id]
+        assert sample.sample_id == sample_id
+        assert len(sample) == len(wanted.input_ids)
+        assert torch.equal(sample.input_ids, wanted.input_ids)
+        assert torch.equal(sample.loss_mask, wanted.loss_mask)
+        assert sample.hidden_states is not None
+        assert sample.final_hidden_state is not None
+        assert torch.equal(sample.hidden_states, stored(wanted.hidden_states, made))
+        assert torch.equal(sample.final_hidden_state, stored(wanted.final_hidden_state, made))
+
+
+def test_a_run_that_is_going_shows_the_samples_that_are_there(make: Make) -> None:
+    made = make(num_committed=2)
+    run = open_run(made.folder)
+    there = sorted(made.sample_ids[0] + made.sample_ids[1])
+    assert list(run) == there
+    assert there[0] in run
+    assert len(run) == len(there)
+    missing = next(sample_id for sample_id in made.samples if sample_id not in there)
+    assert missing not in run
+    with pytest.raises(KeyError, match=f"sample {missing} is not in run made"):
+        run[missing]
+
+
+def test_a_twin_of_a_going_run_is_read_once(make: Make) -> None:
+    made = make(num_committed=2)
+    key = made.shard_keys[0]
+    twin = made.folder / "states/000000-ffffffff.safetensors"
+    twin.write_bytes((made.folder / key).read_bytes())
+    assert len(open_run(made.folder)) == len(made.sample_ids[0] + made.sample_ids[1])
+
+
+@pytest.mark.parametrize("layers", [(1,), (1, 3), (0, 2, 4)])
+def test_fp8_comes_out_in_the_dtype_asked_for_within_a_sixteenth_of_each_row(
+    make: Make, layers: tuple[int, ...]
+) -> None:
+    made = make(storage_dtype="float8_e4m3fn", target_layer_ids=layers)
+    run = open_run(made.folder)
+    for sample_id in run:
+        wanted = made.samples[sample_id].hidden_states
+        assert run[sample_id].hidden_states.dtype == torch.bfloat16  # type: ignore[union-attr]
+        sample = run.read(sample_id, torch.float32)
+        assert sample.hidden_states is not None
+        assert sample.hidden_states.dtype == torch.float32
+        bound = wanted.abs().amax(-1, keepdim=True) / 16
+        assert ((sample.hidden_states - wanted).abs() <= bound).all()
+        assert torch.equal(sample.input_ids, made.samples[sample_id].input_ids)
+
+
+@pytest.mark.parametrize("fields", [{"target_layer_ids": ()}, {"final_hidden_state": False}], ids=str)
+def test_what_is_not_stored_is_none(make: Make, fields: dict[str, object]) -> None:
+    made = make(**fields)
+    sample = open_run(made.folder)[0]
+    assert (sample.hidden_states is None) == ("target_layer_ids" in fields)
+    assert (sample.final_hidden_state is None) == ("final_hidden_state" in fields)
+
+
+def test_a_sample_owns_its_memory_and_may_be_changed(make: Make) -> None:
+    made = make()
+    run = open_run(made.folder)
+    sample = run[0]
+    assert sample.hidden_states is not None
+    sample.hidden_states.zero_()
+    sample.input_ids.zero_()
+    assert torch.equal(run[0].input_ids, made.samples[0].input_ids)
+
+
+def test_a_run_can_be_pickled_and_read_elsewhere(make: Make) -> None:
+    made = make()
+    run = open_run(made.folder)
+    first = run[0]
+    again = pickle.loads(pickle.dumps(run))
+    assert torch.equal(again[0].input_ids, first.input_ids)
+    assert "open_run" in hiddenq.__all__
+    assert repr(run).startswith("<Run made at ")
+
+
+def test_reading_many_shards_keeps_few_files_open(make: Make) -> None:
+    made = make(num_samples=200, samples_per_batch=1, max_length=3)
+    run = open_run(made.folder)
+    before = len(os.listdir("/proc/self/fd"))
+    for sample_id in run:
+        run[sample_id]
+    assert len(os.listdir("/proc/self/fd")) - before <= 64
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run there"):
+        open_run(tmp_path)
+
+
+def test_a_manifest_of_another_run_is_refused(make: Make) -> None:
+    made, other = make(), make("other", run="other")
+    (made.folder / names.MANIFEST).write_bytes((other.folder / names.MANIFEST).read_bytes())
+    with pytest.raises(RunMismatch, match=r"manifest.json is of run other, run.json of made"):
+        open_run(made.folder)
+
+
+def test_a_shard_shorter_than_the_index_says_is_an_error_and_not_garbage(make: Make) -> None:
+    made = make()
+    key = made.shard_keys[0]
+    path = made.folder / key
+    path.write_bytes(path.read_bytes()[:-1])
+    last = made.sample_ids[0][-1]
+    with pytest.raises(DamagedShard, match=f"{key}: sample {last}: expected .* bytes at .*hiddenq verify"):
+        open_run(made.folder)[last]
+    path.unlink()
+    with pytest.raises(ObjectMissing, match="no such object"):
+        open_run(made.folder)[last]
+
+
+def rows_of(made: MadeRun) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = pq.read_table(made.folder / names.INDEX).to_pylist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("shard_key", "../../../etc/passwd", "is no shard's key"),
+        ("shard_key", "/etc/passwd", "is no shard's key"),
+        ("shard_key", "states/../run.json", "is no shard's key"),
+        ("shard_key", "000000-0123abcd.safetensors", "is no shard's key"),
+        ("shard_key", "states/000000-0123abcd.safetensors\n", "is no shard's key"),
+        ("num_tokens", 2_000_000_000, "a length is not in"),
+        ("num_tokens", 0, "a length is not in"),
+        ("num_bytes", 1 << 40, "a size does not follow"),
+        ("byte_offset", -8, "inside the header"),
+        ("sample_id", -1, "a sample id is negative or twice there"),
+        ("sample_id", 3, "a sample id is negative or twice there"),
+    ],
+)
+def test_an_index_that_contradicts_the_run_is_refused(make: Make, field: str, value: object, text: str) -> None:
+    made = make()
+    rows = rows_of(made)
+    rows[0][field] = value
+    write_index(made.folder / names.INDEX, rows)
+    with pytest.raises(DamagedShard, match=text):
+        open_run(made.folder)
+
+
+def test_an_index_that_is_no_index_is_refused(make: Make) -> None:
+    made = make()
+    with pytest.raises(DamagedShard, match=r"index.parquet: not a readable index"):
+        read_index(b"PAR1 but not really", made.config)
+    pq.write_table(pq.read_table(made.folder / names.INDEX).drop_columns(["checksum"]), made.folder / names.INDEX)
+    with pytest.raises(DamagedShard, match=r"index.parquet: .*checksum"):
+        open_run(made.folder)
+
+
+def test_an_offset_beyond_the_shard_reads_nothing(make: Make) -> None:
+    made = make()
+    rows = rows_of(made)
+    rows[0]["byte_offset"] = 1 << 50
+    write_index(made.folder / names.INDEX, rows)
+    with pytest.raises(DamagedShard, match="found 0"):
+        open_run(made.folder)[0]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_header_makes_a_going_run_do_more_than_refuse(tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "run"
+    made = make_run(folder, num_samples=3, num_committed=1) if not folder.exists() else None
+    path = next((folder / "states").iterdir())
+    good = folder / "good"
+    if made is not None:
+        good.write_bytes(path.read_bytes())
+    raw = good.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    fields = json.loads(raw[8 : 8 + size])
+    name = data.draw(st.sampled_from(sorted(fields)))
+    if data.draw(st.booleans()):
+        fields[name] = data.draw(JSON)
+    else:
+        key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "hiddenq"]))
+        fields[name][key] = data.draw(JSON | st.lists(st.integers() | st.floats(), max_size=4))
+    text = json.dumps(fields).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+    with contextlib.suppress(HiddenqError):
+        run = open_run(folder, threads=1)
+        for sample_id in run:
+            assert len(run[sample_id]) > 0
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"__metadata__": ' + "[" * 100_000, '{"a": 1e999}', "9" * 5000])
+def test_a_header_made_to_break_parsers_is_refused(make: Make, text: str) -> None:
+    made = make(num_committed=1)
+    path = made.folder / made.shard_keys[0]
+    path.write_bytes(struct.pack("<Q", len(text)) + text.encode())
+    with pytest.raises(DamagedShard, match="header is not safetensors"):
+        open_run(made.folder)
+
+
+def test_a_header_longer_than_its_object_is_not_even_asked_for(make: Make) -> None:
+    made = make(num_committed=1)
+    path = made.folder / made.shard_keys[0]
+    path.write_bytes(struct.pack("<Q", 99_000_000) + b"{}")
+    with pytest.raises(DamagedShard, match="header of 99000008 bytes in an object of 10"):
+        open_run(made.folder)
+
+
+def test_lengths_and_layout_are_known_without_touching_tensors(make: Make) -> None:
+    made = make()
+    for key in made.shard_keys:
+        (made.folder / key).unlink()
+    run = open_run(made.folder)
+    assert run.lengths.dtype == np.int64
+    assert run.target_layer_ids == (1, 3)
+    assert int(run.index.num_bytes.sum()) == made.config.num_tokens * run.shard_format.bytes_per_token
