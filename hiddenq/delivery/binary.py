@@ -1,7 +1,7 @@
 """Where the Redis server's program is, and the settings that hiddenq's promise rests on.
 
-Invariant: whichever program it is, the server runs with the same settings: every acknowledged write is on disk
-(`appendfsync always`: a power cut loses none), and a full server refuses writes instead of dropping jobs (`noeviction`).
+Invariant: whichever program it is, the server runs with the same settings: every acknowledged write is on disk, so a
+power cut loses none (`appendfsync always`), and a full server refuses writes instead of dropping jobs (`noeviction`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,228 @@
+"""The fleet as Redis sees it: the source of `status`, of the monitor and of the decision that a run is stuck.
+
+Invariant: looking changes nothing. No call of RQ's own is made here, because its counts clean up as they count.
+A worker that was once seen stays expected until its host is drained or forgotten, or it withdrew at its end: so a dead
+one is missed, not forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import redis
+
+from hiddenq.contracts.errors import BadMessage, UnknownSchema
+from hiddenq.contracts.reports import WorkerReport
+from hiddenq.delivery import jobs
+from hiddenq.delivery.connection import away_errors, raw, text
+from hiddenq.delivery.ledger import Ledger, LedgerTotals
+from hiddenq.delivery.runs import RunRecord, State, list_runs, run_state
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """One RQ queue of ours."""
+
+    queue: str
+    run: str | None
+    """Of an extract queue."""
+    spool_id: str | None
+    """Of an upload queue."""
+    num_waiting: int
+    oldest_seconds: float
+    """Since the first waiting job was queued; 0 if none waits."""
+    num_started: int
+    num_delayed: int
+    num_dead: int
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker's last report."""
+
+    report: WorkerReport
+    age_seconds: float
+    live: bool
+    drained: bool
+    """Its host is drained: it is not expected any more."""
+
+
+@dataclass(frozen=True)
+class SpoolState:
+    """One spool's heartbeat."""
+
+    spool_id: str
+    host: str
+    age_seconds: float
+    alive: bool
+    """Under the time after which its shards are made again elsewhere."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run."""
+
+    record: RunRecord
+    state: State | None
+    totals: LedgerTotals
+    num_dead: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every batch is committed."""
+        return self.totals.num_batches >= self.record.config.num_batches
+
+
+@dataclass(frozen=True)
+class FleetSnapshot:
+    """Everything at one moment of the Redis clock."""
+
+    now: float
+    queues: tuple[QueueState, ...]
+    workers: tuple[WorkerStatus, ...]
+    spools: tuple[SpoolState, ...]
+    runs: tuple[RunState, ...]
+    memory_bytes: int
+    memory_limit_bytes: int
+    """0 for none."""
+
+    def run(self, name: str) -> RunState | None:
+        """One run by its name."""
+        return next((run for run in self.runs if run.record.run == name), None)
+
+
+def fleet(client: redis.Redis) -> FleetSnapshot:
+    """Look at everything, changing nothing.
+
+    Raises:
+        RedisAway: Redis is away.
+    """
+    with away_errors():
+        seconds, microseconds = client.time()
+        now = seconds + microseconds / 1e6
+        records = list_runs(client)
+        memory = client.info("memory")
+        return FleetSnapshot(
+            now=now,
+            queues=tuple(_queue(client, queue, now) for queue in _queues(client)),
+            workers=tuple(_workers(client, now, records)),
+            spools=tuple(_spools(client, now, records)),
+            runs=tuple(
+                RunState(
+                    record,
+                    run_state(client, record.run),
+                    Ledger(client, record.run).totals(),
+                    int(client.zcard(f"hiddenq:run:{record.run}:dead")),
+                )
+                for record in records
+            ),
+            memory_bytes=int(memory["used_memory"]),
+            memory_limit_bytes=int(memory["maxmemory"]),
+        )
+
+
+def stuck_reason(snapshot: FleetSnapshot, run: str) -> str | None:
+    """Why nothing that lives could bring the run to its end; None while something can, or nothing is left to do."""
+    extract = [queue for queue in snapshot.queues if queue.run == run]
+    if any(queue.num_waiting + queue.num_started + queue.num_delayed for queue in extract) and not any(
+        worker.live and worker.report.role == "gpu_worker" and worker.report.run in (run, None)
+        for worker in snapshot.workers
+    ):
+        return f"batches of run {run} wait, and no GPU worker that could take them is alive"
+    alive = {spool.spool_id for spool in snapshot.spools if spool.alive}
+    uploading = {
+        worker.report.spool_id for worker in snapshot.workers if worker.live and worker.report.role == "uploader"
+    }
+    for queue in snapshot.queues:
+        waiting = queue.num_waiting + queue.num_started + queue.num_delayed
+        if queue.spool_id in alive - uploading and waiting:
+            return f"{waiting} shards wait in spool {queue.spool_id}, and no uploader of it is alive"
+    return None
+
+
+def drain(client: redis.Redis, host: str) -> int:
+    """A host takes no more work and is expected no more; its processes finish and end. Returns its workers."""
+    with away_errors():
+        client.sadd("hiddenq:drained", host)
+        return sum(worker.report.host == host for worker in fleet(client).workers)
+
+
+def forget(client: redis.Redis, host: str) -> int:
+    """A host is as if never seen: its workers are off the list, and it may work again. Returns its workers."""
+    with away_errors():
+        client.srem("hiddenq:drained", host)
+        entries = [entry for entry, report in _reports(client) if report.host == host]
+        if entries:
+            client.hdel("hiddenq:workers", *entries)
+            client.zrem("hiddenq:workers:seen", *entries)
+        return len(entries)
+
+
+def _queues(client: redis.Redis) -> list[str]:
+    found = (text(key).removeprefix("rq:queue:") for key in client.smembers("rq:queues"))
+    return sorted(queue for queue in found if queue.startswith((jobs.EXTRACT_PREFIX, jobs.UPLOAD_PREFIX)))
+
+
+def _queue(client: redis.Redis, queue: str, now: float) -> QueueState:
+    run = jobs.run_of(queue) or None
+    pipeline: Any = client.pipeline(transaction=False)
+    pipeline.llen(f"rq:queue:{queue}")
+    pipeline.lindex(f"rq:queue:{queue}", 0)
+    pipeline.zcard(f"rq:wip:{queue}")
+    pipeline.zcard(f"rq:scheduled:{queue}")
+    pipeline.zcard(f"rq:failed:{queue}")
+    num_waiting, first, num_started, num_delayed, num_dead = pipeline.execute()
+    return QueueState(
+        queue=queue,
+        run=run,
+        spool_id=None if run else queue.removeprefix(jobs.UPLOAD_PREFIX),
+        num_waiting=num_waiting,
+        oldest_seconds=_age(client, text(first), now) if first else 0.0,
+        num_started=num_started,
+        num_delayed=num_delayed,
+        num_dead=num_dead,
+    )
+
+
+def _age(client: redis.Redis, job_id: str, now: float) -> float:
+    queued_at = client.hget(f"rq:job:{job_id}", "enqueued_at")
+    if not queued_at:
+        return 0.0
+    return max(0.0, now - datetime.fromisoformat(text(queued_at)).astimezone(UTC).timestamp())
+
+
+def _reports(client: redis.Redis) -> Iterator[tuple[str, WorkerReport]]:
+    for entry, report in sorted(client.hgetall("hiddenq:workers").items()):
+        try:
+            yield text(entry), WorkerReport.parse(raw(report))
+        except (BadMessage, UnknownSchema):
+            continue  # of another hiddenq: it decides nothing
+
+
+def _workers(client: redis.Redis, now: float, records: list[RunRecord]) -> Iterator[WorkerStatus]:
+    lease = _longest(records, "lease_seconds", 30.0)
+    seen = dict(_scores(client, "hiddenq:workers:seen"))
+    drained = {text(host) for host in client.smembers("hiddenq:drained")}
+    for entry, report in _reports(client):
+        age = max(0.0, now - seen.get(entry, 0.0))
+        yield WorkerStatus(report, age, age < lease, report.host in drained)
+
+
+def _spools(client: redis.Redis, now: float, records: list[RunRecord]) -> Iterator[SpoolState]:
+    dead = _longest(records, "spool_dead_seconds", 600.0)
+    for spool_id, seen in _scores(client, "hiddenq:spools"):
+        age = max(0.0, now - seen)
+        host = text(client.hget(f"hiddenq:spool:{spool_id}", "host") or "")
+        yield SpoolState(spool_id, host, age, age < dead)
+
+
+def _scores(client: redis.Redis, key: str) -> list[tuple[str, float]]:
+    members: Any = client.zrange(key, 0, -1, withscores=True)
+    return [(text(member), float(score)) for member, score in members]
+
+
+def _longest(records: list[RunRecord], setting: str, default: float) -> float:
+    return max((getattr(record.delivery, setting) for record in records), default=default)

@@ -1,0 +1,30 @@
+-- started -> finished for an extract job, and its upload job -> queued: one step.
+--
+-- a: job, execution, run, batch_id, upload_job, upload_queue, spool_id, file_name, host
+-- ARGV[2...]: the upload job's hash, names and values
+-- Returns "done" (again, if the reply was lost) or "lost".
+
+local queue = get(a.job, 'origin')
+local entry = redis.call('HGET', 'hiddenq:run:' .. a.run .. ':ledger', a.batch_id)
+if redis.call('EXISTS', 'rq:job:' .. a.upload_job) == 1 or (entry and cjson.decode(entry).execution == a.execution) then
+  return 'done'
+end
+if not owns(a.job, a.execution) then
+  return 'lost'
+end
+local gpu_at = redis.call('HGET', 'rq:execution:' .. a.job .. ':' .. a.execution, 'gpu_at')
+if gpu_at then
+  redis.call('LPUSH', 'hiddenq:run:' .. a.run .. ':seconds', string.format('%.3f', math.max(now - tonumber(gpu_at), 0)))
+  redis.call('LTRIM', 'hiddenq:run:' .. a.run .. ':seconds', 0, 499)
+end
+count(a.job, a.execution, 'successful_job_count')
+record(a.job, a.execution, SUCCESSFUL)
+release(a.job, a.execution)
+complete(a.job, queue, a.execution, nil)
+redis.call('HSET', 'rq:job:' .. a.job, 'upload', a.upload_job)
+redis.call('HSET', 'rq:job:' .. a.upload_job, unpack(ARGV, 2))
+wait(a.upload_job, a.upload_queue, false)
+redis.call('HSET', 'hiddenq:spool:' .. a.spool_id .. ':files', a.file_name, a.upload_job)
+redis.call('ZADD', 'hiddenq:spools', precise(now), a.spool_id)
+redis.call('HSET', 'hiddenq:spool:' .. a.spool_id, 'host', a.host)
+return 'done'

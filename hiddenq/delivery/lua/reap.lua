@@ -1,0 +1,86 @@
+-- Gives back what dead executions held, and wakes what is due. Any process may run it, any number at once.
+--
+-- a: expected_now (what the Redis clock should say by the caller's own), tolerance_seconds, lease_seconds, max_attempts,
+--    retry_delays, spool_dead_seconds, exc (base64 of zlib)
+-- Returns {"ok" or "jump", Redis time, given back, set aside, woken, spool without a heartbeat, ...}; on a jump nothing
+-- was done.
+--
+-- Only a batch that was on the GPU is charged: the first time it goes to the front at once, then it waits longer and
+-- longer. A score further ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
+
+local SOME = 500
+
+if math.abs(now - a.expected_now) > a.tolerance_seconds then
+  return { 'jump', precise(now), 0, 0, 0 }
+end
+
+local function cut(key, ahead, longest)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, precise(now + ahead + a.tolerance_seconds), INF, 'LIMIT', 0, SOME)) do
+    local seconds = longest(member)
+    if tonumber(redis.call('ZSCORE', key, member)) > now + seconds + a.tolerance_seconds then
+      redis.call('ZADD', key, precise(now + seconds), member)
+    end
+  end
+end
+
+cut('hiddenq:leases', a.lease_seconds, function(member)
+  return tonumber(redis.call('HGET', 'rq:execution:' .. member, 'lease_seconds') or a.lease_seconds)
+end)
+cut('hiddenq:delayed', 0, function(job)
+  return tonumber(get(job, 'delay') or '0')
+end)
+cut('hiddenq:spools', 0, function()
+  return 0
+end)
+
+local back, dead, woken = 0, 0, 0
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:leases', '-inf', precise(now), 'LIMIT', 0, SOME)) do
+  local job, execution = string.match(member, '^(.*):(.*)$')
+  local queue = get(job, 'origin')
+  if not owns(job, execution) or not queue then
+    release(job, execution)
+  else
+    local found = redis.call('HMGET', 'rq:execution:' .. member, 'stage', 'worker_name')
+    local charged, attempts = found[1] == 'gpu', 0
+    if charged then
+      attempts = redis.call('HINCRBY', 'rq:job:' .. job, 'attempts', 1)
+      local story = 'WorkerDied: ' .. (found[2] or '?') .. ' died or lost its lease while this batch was on its GPU'
+      count(job, execution, 'failed_job_count')
+      record(job, execution, attempts >= a.max_attempts and FAILED or RETRIED,
+        { number = attempts, error = story, exc = a.exc })
+    end
+    release(job, execution)
+    if charged and attempts >= a.max_attempts then
+      bury(job, queue, 'died on the GPU ' .. attempts .. ' times')
+      dead = dead + 1
+    elseif attempts > 1 then
+      delay(job, queue, a.retry_delays[math.min(attempts - 1, #a.retry_delays)])
+      back = back + 1
+    else
+      wait(job, queue, true)
+      back = back + 1
+    end
+  end
+end
+
+for _, job in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:delayed', '-inf', precise(now), 'LIMIT', 0, SOME)) do
+  redis.call('ZREM', 'hiddenq:delayed', job)
+  if get(job, 'status') == 'scheduled' then
+    wait(job, get(job, 'origin'), false)
+    woken = woken + 1
+  end
+end
+
+-- Now and then, by whoever comes first: forget what nobody asks about any more.
+if redis.call('SET', 'hiddenq:swept', '1', 'NX', 'EX', 60) then
+  redis.call('ZREMRANGEBYSCORE', 'hiddenq:executions', '-inf', precise(now - EXECUTION_KEPT))
+  for _, key in ipairs(redis.call('SMEMBERS', 'rq:queues')) do
+    local queue = string.match(key, '^rq:queue:(hiddenq%-.*)$')
+    if queue then
+      redis.call('ZREMRANGEBYSCORE', 'rq:finished:' .. queue, '-inf', precise(now))
+    end
+  end
+end
+
+return { 'ok', precise(now), back, dead, woken,
+  unpack(redis.call('ZRANGEBYSCORE', 'hiddenq:spools', '-inf', precise(now - a.spool_dead_seconds), 'LIMIT', 0, SOME)) }

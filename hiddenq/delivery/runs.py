@@ -1,0 +1,120 @@
+"""Runs as Redis knows them: what a worker needs to join one, and whether it is still going on.
+
+Invariant: a run's record is the same for every host and is never changed; its state is one of `live`, `finished`
+(manifest written) and `cancelled`, and only `save_run` makes a run live again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import redis
+
+from hiddenq.contracts import names
+from hiddenq.contracts.base import Frozen
+from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.manifest import SelfCheck
+from hiddenq.contracts.run import RunConfig
+from hiddenq.delivery.connection import away_errors, raw, text
+from hiddenq.delivery.scripts import Scripts
+from hiddenq.delivery.settings import DeliverySettings
+
+State = Literal["live", "finished", "cancelled"]
+MAX_SELF_CHECKS = 1000
+
+
+class RunRecord(Frozen):
+    """What every stage learns of a run from Redis. No secrets: credentials come from each host's environment."""
+
+    config: RunConfig
+    location: str
+    """Canonical address of the output location."""
+    store: dict[str, Any]
+    """The store's settings."""
+    delivery: DeliverySettings
+    options: dict[str, Any]
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self.config.run
+
+
+def save_run(client: redis.Redis, record: RunRecord) -> None:
+    """Make a run known and live."""
+    with away_errors(), client.pipeline() as pipeline:
+        pipeline.hset(_key(record.run), mapping={"record": record.model_dump_json(), "state": "live"})
+        pipeline.sadd("hiddenq:runs", record.run)
+        pipeline.execute()
+
+
+def list_runs(client: redis.Redis) -> list[RunRecord]:
+    """All runs that Redis knows, by name."""
+    with away_errors():
+        runs = sorted(text(run) for run in client.smembers("hiddenq:runs"))
+        return [RunRecord.model_validate_json(raw(client.hget(_key(run), "record"))) for run in runs]
+
+
+def load_run(client: redis.Redis, run: str | None = None) -> RunRecord:
+    """A run by its name, or the only live one.
+
+    Raises:
+        UsageError: there is no such run, none, or more than one to choose from.
+    """
+    known = {record.run: record for record in list_runs(client)}
+    if run is not None:
+        if run not in known:
+            raise UsageError(f"--run {run}: Redis knows no such run; it knows {_listed(list(known))}")
+        return known[run]
+    live = [name for name in known if run_state(client, name) == "live"]
+    if len(live) != 1:
+        raise UsageError(f"name a run with --run: live runs are {_listed(live)}")
+    return known[live[0]]
+
+
+def run_state(client: redis.Redis, run: str) -> State | None:
+    """A run's state; None if Redis does not know it."""
+    with away_errors():
+        state = text(client.hget(_key(run), "state") or "")
+    return state or None  # type: ignore[return-value]
+
+
+def mark_finished(client: redis.Redis, run: str) -> None:
+    """The run's manifest is written."""
+    with away_errors():
+        client.hset(_key(run), "state", "finished")
+
+
+def cancel(client: redis.Redis, run: str) -> int:
+    """Take no more batches of a run; what is started or waits for its upload goes on. Returns jobs removed."""
+    with away_errors():
+        return int(Scripts(client).run("cancel", run=run, queue=names.extract_queue(run)))
+
+
+def record_self_check(client: redis.Redis, run: str, check: SelfCheck) -> None:
+    """Keep the result of a self-check for the run's report."""
+    with away_errors(), client.pipeline() as pipeline:
+        pipeline.rpush(f"{_key(run)}:checks", check.model_dump_json())
+        pipeline.ltrim(f"{_key(run)}:checks", -MAX_SELF_CHECKS, -1)
+        pipeline.execute()
+
+
+def self_checks(client: redis.Redis, run: str) -> list[SelfCheck]:
+    """The newest self-checks of a run, oldest first."""
+    with away_errors():
+        return [SelfCheck.model_validate_json(raw(line)) for line in client.lrange(f"{_key(run)}:checks", 0, -1)]
+
+
+def batch_seconds(client: redis.Redis, run: str) -> list[float]:
+    """Seconds from the GPU to the spool of the newest 500 batches, newest first."""
+    with away_errors():
+        return [float(seconds) for seconds in client.lrange(f"{_key(run)}:seconds", 0, -1)]
+
+
+def _key(run: str) -> str:
+    return f"hiddenq:run:{run}"
+
+
+def _listed(runs: Sequence[str]) -> str:
+    return ", ".join(runs) or "none"

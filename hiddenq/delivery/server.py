@@ -1,0 +1,176 @@
+"""A Redis server of our own for one machine's run: `hiddenq run` without `--redis-url`.
+
+Invariant: the server belongs to its data folder, not to the process that started it. It outlives its client (so a
+killed `run` loses nothing), is found again by that folder, listens on loopback only, and its password is in a file that
+only the owner can read. Its settings are those that the delivery promise rests on (binary.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import redis
+
+from hiddenq.contracts.errors import RedisAway, RedisRefused
+from hiddenq.delivery.binary import find_server_program, server_config
+from hiddenq.delivery.connection import connect, text
+
+START_SECONDS = 60.0
+"""Longest wait for a start; an append-only file of millions of commands takes seconds to load."""
+STOP_SECONDS = 30.0
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class EmbeddedServer:
+    """A running server, by its data folder."""
+
+    data_dir: Path
+    port: int
+    pid: int
+    password: str
+
+    @property
+    def url(self) -> str:
+        """Its address, without the password."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def password_file(self) -> Path:
+        """The file that holds the password, for HIDDENQ_REDIS_PASSWORD_FILE."""
+        return self.data_dir / "password"
+
+    @classmethod
+    def start(cls, data_dir: Path, *, port: int | None = None) -> Self:
+        """Start the server of a data folder, or find it running.
+
+        Raises:
+            UsageError: no server program.
+            RedisRefused: it did not come up; its own last words are in the text.
+        """
+        data_dir = data_dir.resolve()
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(data_dir):
+            if running := cls.find(data_dir):
+                return running
+            password, port = _password(data_dir), port or _free_port()
+            config = data_dir / "redis.conf"
+            _write_private(config, server_config(port=port, folder=data_dir, password=password))
+            with (data_dir / "server.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [str(find_server_program()), str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            server = cls(data_dir, port, process.pid, password)
+            server._await_start(process)
+            _write_private(data_dir / "server.json", json.dumps({"port": port, "pid": process.pid}))
+            return server
+
+    @classmethod
+    def find(cls, data_dir: Path) -> Self | None:
+        """The server that runs on a data folder; None if none does."""
+        data_dir = data_dir.resolve()
+        try:
+            known = json.loads((data_dir / "server.json").read_text())
+            server = cls(data_dir, int(known["port"]), int(known["pid"]), (data_dir / "password").read_text())
+        except (OSError, ValueError, KeyError):
+            return None
+        return server if server._is_ours() else None
+
+    def connect(self) -> redis.Redis:
+        """A client of it."""
+        return connect(self.url, password=self.password)
+
+    def stop(self) -> None:
+        """End it in good order; does nothing if it is gone already."""
+        with self._plain_client() as client, contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+            client.shutdown(nosave=True)
+        deadline = time.monotonic() + STOP_SECONDS
+        while _exists(self.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        (self.data_dir / "server.json").unlink(missing_ok=True)
+
+    def _plain_client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, password=self.password, socket_timeout=5.0, socket_connect_timeout=5.0)
+
+    def _is_ours(self) -> bool:
+        """Whether what answers at the port is the server of this folder."""
+        try:
+            with self._plain_client() as client:
+                return Path(text(client.config_get("dir")["dir"])) == self.data_dir
+        except redis.BusyLoadingError:
+            return True
+        except redis.RedisError:
+            return False
+
+    def _await_start(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                connect(self.url, password=self.password, wait_seconds=0).close()
+                return
+            except RedisAway:
+                time.sleep(POLL_SECONDS)
+        process.kill()
+        words = (self.data_dir / "server.log").read_text(errors="replace").strip().splitlines()[-3:]
+        raise RedisRefused(f"the embedded Redis in {self.data_dir} did not start: {' | '.join(words)}")
+
+
+@contextlib.contextmanager
+def _locked(data_dir: Path) -> Iterator[None]:
+    """Only one process at a time starts the server of a folder."""
+    with (data_dir / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _password(data_dir: Path) -> str:
+    """The folder's password, made at its first start."""
+    path = data_dir / "password"
+    if not path.exists():
+        _write_private(path, secrets.token_urlsafe(32))
+    return path.read_text()
+
+
+def _write_private(path: Path, content: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(content)
+    temporary.replace(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is our child is reaped."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG)[0] == pid:
+            return False
+    return Path(f"/proc/{pid}").exists() if Path("/proc/self").exists() else _answers(pid)
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
