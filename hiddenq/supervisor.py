@@ -59,8 +59,8 @@ class _Child:
     started: float = 0.0
     quick_deaths: int = 0
     restart_at: float | None = None
-    finished: bool = False
     withdrawn: str | None = None
+    misconfigured: bool = False
 
 
 class Supervisor:
@@ -95,6 +95,11 @@ class Supervisor:
     def withdrawn(self) -> dict[str, str]:
         """Processes that will not be started again, with the reason."""
         return {child.spec.name: child.withdrawn for child in self._children if child.withdrawn}
+
+    @property
+    def only_misconfigured(self) -> bool:
+        """Whether every process that was withdrawn was so for its settings (exit status 2)."""
+        return all(child.misconfigured for child in self._children if child.withdrawn)
 
     @property
     def any_left(self) -> bool:
@@ -139,9 +144,9 @@ class Supervisor:
     def _bury(self, child: _Child, status: int, now: float) -> None:
         policy, name = self._policy, child.spec.name
         if status == 0:
-            child.finished = True
             return
         if status == UserError.exit_status:
+            child.misconfigured = True
             child.withdrawn = _last_line(child.spec.log_file) or "its settings are wrong (exit status 2); see its log"
             logger().error("process withdrawn", process=name, reason=child.withdrawn)
             return
@@ -162,17 +167,19 @@ def hiddenq_command(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "hiddenq.cli", *arguments)
 
 
-def die_with_parent() -> None:
-    """Called first in a child: SIGTERM when the supervisor that started it dies, however it dies.
+def die_with_parent(parent: int | None = None) -> None:
+    """Called first in a child: SIGTERM when the process that started it dies, however it dies.
 
-    Linux only (`prctl`); elsewhere a child of a killed supervisor goes on until it is stopped by hand.
+    `parent` is that process's id; None takes it from the environment, where a supervisor has left it, and does nothing
+    if there is none. Linux only (`prctl`); elsewhere a child of a killed process goes on until it is stopped by hand.
     """
-    parent = os.environ.pop(PARENT_VARIABLE, None)
+    left = os.environ.pop(PARENT_VARIABLE, None)
+    parent = parent or (int(left) if left else None)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        raise SystemExit(143)
+    if os.getppid() != parent:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _last_line(log_file: Path | None) -> str | None:

@@ -20,12 +20,13 @@ from hiddenq.contracts.errors import UsageError
 PORT_TRIES = 64
 
 
-def configure_logging(**context: Any) -> None:
+def configure_logging(*, default_level: str = "INFO", **context: Any) -> None:
     """Send structlog and stdlib logging to stderr: JSON lines, or pretty ones on a terminal.
 
-    `HIDDENQ_LOG_LEVEL` (default INFO) and `HIDDENQ_LOG_FORMAT` (`json`, `pretty`) decide; `context` is on every line.
+    `HIDDENQ_LOG_LEVEL` (else `default_level`) and `HIDDENQ_LOG_FORMAT` (`json`, `pretty`) decide; `context` is on
+    every line.
     """
-    level = logging.getLevelNamesMapping().get(os.environ.get("HIDDENQ_LOG_LEVEL", "INFO").upper(), logging.INFO)
+    level = logging.getLevelNamesMapping().get(os.environ.get("HIDDENQ_LOG_LEVEL", default_level).upper(), logging.INFO)
     pretty = os.environ.get("HIDDENQ_LOG_FORMAT", "pretty" if sys.stderr.isatty() else "json") == "pretty"
     renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(

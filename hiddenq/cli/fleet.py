@@ -1,0 +1,51 @@
+"""Taking parts of a fleet away, the rest goes on: `drain`, `forget`, `cancel`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated
+
+import typer
+
+from hiddenq.cli import app
+from hiddenq.cli.groups import QueueOptions
+from hiddenq.cli.options import grouped
+
+PANEL = "The fleet"
+Host = Annotated[str, typer.Argument(help="Host name, as `status` shows it.")]
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def drain(host: Host, queue: QueueOptions) -> int:
+    """Let a host finish what it has, and claim nothing more."""
+    from hiddenq.delivery import connect
+    from hiddenq.delivery import drain as drain_host
+
+    with contextlib.closing(connect(queue.redis_url)) as client:
+        typer.echo(f"{drain_host(client, host)} workers of {host} claim nothing more")
+    return 0
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def forget(host: Host, queue: QueueOptions) -> int:
+    """Expect a host no longer: its workers are off the lists, and it may join again."""
+    from hiddenq.delivery import connect
+    from hiddenq.delivery import forget as forget_host
+
+    with contextlib.closing(connect(queue.redis_url)) as client:
+        typer.echo(f"{forget_host(client, host)} workers of {host} forgotten")
+    return 0
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def cancel(run: Annotated[str, typer.Argument(help="Run id.")], queue: QueueOptions) -> int:
+    """Take a run's waiting batches out of the queue; what is committed stays, and `produce` enqueues the rest again."""
+    from hiddenq.delivery import cancel as cancel_run
+    from hiddenq.delivery import connect
+
+    with contextlib.closing(connect(queue.redis_url)) as client:
+        typer.echo(f"{cancel_run(client, run)} batches taken out of the queue")
+    return 0

@@ -1,0 +1,182 @@
+"""Looking at a run: `status`, `failed`, `verify`, `doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import orjson
+import redis
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from hiddenq import state
+from hiddenq.cli import app
+from hiddenq.cli.groups import QueueOptions, StoreOptions
+from hiddenq.cli.options import grouped
+from hiddenq.cli.run import Json
+from hiddenq.contracts.errors import UsageError
+
+PANEL = "Looking at a run"
+WATCH_SECONDS = 1.0
+
+failed = typer.Typer(help="Batches set aside after their last attempt.", no_args_is_help=True)
+app.add_typer(failed, name="failed", rich_help_panel=PANEL)
+
+OutOption = Annotated[str | None, typer.Option(help="Output location of the run.")]
+RunOption = Annotated[str | None, typer.Option(help="Run id, where a Redis holds several.")]
+Batches = Annotated[list[str] | None, typer.Argument(metavar="[BATCH]...", help="Batch ids; all by default.")]
+
+
+@contextlib.contextmanager
+def _open_run(out: str | None, run: str | None, queue: QueueOptions, store: StoreOptions) -> Iterator[_Opened]:
+    """The Redis and the id of one run, by `--out` (a local run's is found by it alone) or by `--run`."""
+    from hiddenq.delivery import connect, load_run
+    from hiddenq.storage import open_store
+    from hiddenq.storage.runfiles import load_run_json
+
+    if out is None:
+        with contextlib.closing(connect(queue.redis_url)) as client:
+            yield _Opened(client, load_run(client, run).run)
+        return
+    location = open_store(out, store.settings)
+    location.check_readable()
+    config = load_run_json(location)
+    if config is None:
+        raise UsageError(f"--out {out}: no run.json there; start with `hiddenq run`")
+    with state.redis_of(location, queue.redis_url) as client:
+        yield _Opened(client, load_run(client, config.run).run)
+
+
+class _Opened(NamedTuple):
+    client: redis.Redis
+    run: str
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def status(
+    queue: QueueOptions,
+    store: StoreOptions,
+    out: OutOption = None,
+    run: RunOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep looking, once a second.")] = False,
+    json: Json = False,
+) -> int:
+    """Total, rate, ETA, spool, each worker, queues, failures, and what is wrong with what to do about it."""
+    from hiddenq.monitor import render, run_status
+
+    with _open_run(out, run, queue, store) as opened:
+        if json:
+            typer.echo(run_status(opened.client, opened.run).model_dump_json(indent=2))
+        elif watch:
+            with Live(auto_refresh=False) as live:
+                while True:
+                    live.update(render(run_status(opened.client, opened.run)), refresh=True)
+                    time.sleep(WATCH_SECONDS)
+        else:
+            Console().print(render(run_status(opened.client, opened.run)))
+    return 0
+
+
+@failed.command("list")
+@grouped
+def failed_list(
+    queue: QueueOptions, store: StoreOptions, out: OutOption = None, run: RunOption = None, json: Json = False
+) -> int:
+    """List dead letters."""
+    from hiddenq.delivery import dead_letters
+
+    with _open_run(out, run, queue, store) as opened:
+        letters = dead_letters(opened.client, opened.run)
+    if json:
+        typer.echo(orjson.dumps([letter.model_dump(mode="json") for letter in letters]))
+        return 0
+    table = Table("batch", "samples", "attempts", "reason", box=None, pad_edge=False)
+    for letter in letters:
+        reason = letter.reason.strip().splitlines()[-1] if letter.reason.strip() else "unknown"
+        table.add_row(letter.batch.batch_id, f"{letter.batch.num_samples:,}", f"{len(letter.attempts)}", escape(reason))
+    Console().print(table if letters else "no dead letters")
+    return 0
+
+
+@failed.command("show")
+@grouped
+def failed_show(
+    batch: Annotated[str, typer.Argument(help="Batch id.")],
+    queue: QueueOptions,
+    store: StoreOptions,
+    out: OutOption = None,
+    run: RunOption = None,
+) -> int:
+    """Show one dead letter: every attempt with host, device, time and traceback."""
+    from hiddenq.delivery import dead_letters
+
+    with _open_run(out, run, queue, store) as opened:
+        found = [letter for letter in dead_letters(opened.client, opened.run) if letter.batch.batch_id == batch]
+    if not found:
+        raise UsageError(f"{batch}: no dead letter of that batch; `hiddenq failed list` has them")
+    console = Console()
+    letter = found[0]
+    console.print(
+        f"batch {batch}: {letter.batch.num_samples:,} samples, {letter.batch.num_tokens:,} tokens", style="bold"
+    )
+    for attempt in letter.attempts:
+        where = " ".join(part for part in (attempt.worker, attempt.host, attempt.device) if part)
+        console.print(f"\nattempt {attempt.number}, {attempt.ended_at}, {where}", style="bold", highlight=False)
+        console.print(attempt.traceback or attempt.error, markup=False, highlight=False)
+    return 0
+
+
+@failed.command("retry")
+@grouped
+def failed_retry(
+    queue: QueueOptions, store: StoreOptions, batches: Batches = None, out: OutOption = None, run: RunOption = None
+) -> int:
+    """Give dead letters all their attempts again; a `run` or the fleet's workers then take them."""
+    from hiddenq.delivery import retry_dead
+
+    with _open_run(out, run, queue, store) as opened:
+        typer.echo(f"{retry_dead(opened.client, opened.run, batches or None)} batches queued again")
+    return 0
+
+
+@failed.command("drop")
+@grouped
+def failed_drop(
+    queue: QueueOptions, store: StoreOptions, batches: Batches = None, out: OutOption = None, run: RunOption = None
+) -> int:
+    """Forget dead letters; their batches count as not done until a later `run`."""
+    from hiddenq.delivery import drop_dead
+
+    with _open_run(out, run, queue, store) as opened:
+        typer.echo(f"{drop_dead(opened.client, opened.run, batches or None)} dead letters dropped")
+    return 0
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def verify(
+    store: StoreOptions,
+    out: Annotated[str, typer.Option(help="Output location of the run.")],
+    recompute: Annotated[
+        int, typer.Option(metavar="N", help="Recompute N random samples from the model and compare.")
+    ] = 0,
+    model: Annotated[str | None, typer.Option(help="Where the model lies here, if not where run.json says.")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also look for order and repetition in the values.")] = False,
+    json: Json = False,
+) -> int:
+    """Check a run against its plan: every sample once, checksums, shapes, finite; exit 1 if anything is wrong."""
+    from hiddenq.reader import verify as verify_run
+
+    report = verify_run(out, store.settings, recompute=recompute, model=model, deep=deep)
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        Console().print(report)
+    return 0 if report.ok else 1

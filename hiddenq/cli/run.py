@@ -1,0 +1,99 @@
+"""`hiddenq run` and `hiddenq plan`: a whole dataset on this machine, and what it would take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hiddenq.cli import app
+from hiddenq.cli.groups import ComputeOptions, HostOptions, InputOptions, QueueOptions, StoreOptions
+from hiddenq.cli.options import grouped
+
+TEST_SAMPLES = 100
+
+Out = Annotated[str, typer.Option(help="Output location: a folder or s3://bucket/prefix.")]
+MoreData = Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(rich_help_panel="Everything on this machine")
+@grouped
+def run(
+    inputs: InputOptions,
+    out: Out,
+    store: StoreOptions,
+    queue: QueueOptions,
+    host: HostOptions,
+    compute: ComputeOptions,
+    more_data: MoreData = None,
+    test: Annotated[
+        bool,
+        typer.Option("--test", help=f"Only the first {TEST_SAMPLES} rows, into <out>-test, before a long run."),
+    ] = False,
+) -> int:
+    """Extract the states of a whole dataset on this machine; type it again to resume.
+
+    Starts an embedded Redis (unless --redis-url names one), a producer, one GPU worker a device and uploaders; ends
+    when every batch is in the store, its checksum confirmed there.
+    """
+    from hiddenq import local
+    from hiddenq.devices import resolve_devices
+    from hiddenq.telemetry import configure_logging
+
+    configure_logging(default_level="WARNING")
+    if test:
+        out = out.rstrip("/") + "-test"
+    producer_settings = inputs.settings(more_data or [], run_name=location_name(out))
+    if test:
+        producer_settings = producer_settings.model_copy(update={"limit": TEST_SAMPLES})
+    return local.run(
+        local.RunSettings(
+            producer=producer_settings,
+            out=out,
+            store=store.settings,
+            devices=tuple(resolve_devices(host.devices)),
+            num_uploaders=host.uploaders,
+            spool=host.spool,
+            redis_url=queue.redis_url,
+            worker_arguments=(*compute.arguments(), *["--trust-remote-code"] * inputs.trust_remote_code),
+            host_arguments=host.arguments(),
+        )
+    )
+
+
+@app.command(rich_help_panel="Everything on this machine")
+@grouped
+def plan(
+    inputs: InputOptions,
+    store: StoreOptions,
+    host: HostOptions,
+    out: Annotated[str | None, typer.Option(help="Output location: is there room, is it free?")] = None,
+    tokens_per_second: Annotated[
+        float | None,
+        typer.Option(help="Rate of all GPUs together, to say hours.", rich_help_panel="Data"),
+    ] = None,
+    json: Json = False,
+    more_data: MoreData = None,
+) -> int:
+    """Say what a run would take, without a GPU and without writing anything.
+
+    Rows kept and rejected by reason, lengths, batches, padding, bytes by choice of layers, hours at a given rate.
+    """
+    from hiddenq.progress import TerminalProgress
+    from hiddenq.telemetry import configure_logging
+    from producer import plan as plan_run
+
+    configure_logging(default_level="WARNING")
+    report = plan_run(inputs.settings(more_data or [], run_name="plan"), TerminalProgress())
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        Console().print(report)
+    return 0
+
+
+def location_name(out: str) -> str:
+    """The last part of an output location, which names its run."""
+    return out.rstrip("/").rsplit("/", 1)[-1]

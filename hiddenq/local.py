@@ -1,0 +1,243 @@
+"""The whole pipeline on one machine: `hiddenq run`.
+
+Invariant: this process does none of the work and holds none of the truth. It starts a Redis, a producer, one GPU
+worker a device and some uploaders, watches the ledger, and may be killed at any moment: what is committed is in the
+store, what is not is found again by the next `run`.
+
+    lock the location ─► produce (its own process) ─► workers and uploaders ─► watch ─► finish: index, manifest
+                                                        restarted when they die         exit 0, or 1 with the reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from hiddenq import state
+from hiddenq.contracts.errors import RetryableError, UserError
+from hiddenq.delivery import (
+    DeliverySettings,
+    EmbeddedServer,
+    LocationLock,
+    Reaper,
+    RunRecord,
+    connect,
+    fleet,
+    stuck_reason,
+)
+from hiddenq.produce import ProducerProcess
+from hiddenq.progress import RunProgress, summary
+from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
+from hiddenq.telemetry import logger
+from uploader import finish_run
+
+if TYPE_CHECKING:
+    from producer import ProducerSettings
+
+LOOK_SECONDS = 0.5
+STUCK_SECONDS = 15.0
+"""A run that nothing alive can finish is watched for so long before it is given up."""
+GRACE_SECONDS = 120.0
+"""What is on a GPU may take so long to end after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of `hiddenq run`."""
+
+    producer: ProducerSettings
+    out: str
+    """The output location."""
+    store: StoreSettings
+    devices: tuple[str, ...]
+    """One GPU worker each."""
+    num_uploaders: int
+    spool: Path | None
+    """None for a folder of the location's own state."""
+    redis_url: str | None
+    """None for an embedded server."""
+    worker_arguments: tuple[str, ...] = ()
+    """Passed on to each GPU worker."""
+    host_arguments: tuple[str, ...] = ()
+    """Passed on to GPU workers and uploaders alike."""
+    delivery: DeliverySettings = field(default_factory=DeliverySettings)
+
+
+def run(settings: RunSettings) -> int:
+    """Bring a location to completion; returns the exit status.
+
+    Raises:
+        UserError: something is not as it must be; nothing heavy was started, nothing is left behind.
+        RetryableError: nothing alive could finish the run, with the reason.
+    """
+    store = open_store(settings.out, settings.store)
+    folder = state.state_folder(store)
+    is_new = not folder.exists()
+    litter: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [shutil.rmtree(path, ignore_errors=True) for path in litter])
+        client, server = _open_redis(folder, settings.redis_url)
+        stack.callback(client.close)
+        joining = f"HIDDENQ_REDIS_URL={os.environ[state.REDIS_VARIABLE]} hiddenq worker"
+        lock = LocationLock(client, store.uri, settings=settings.delivery, command=joining)
+        lock.__enter__()  # RunMismatch: another `run` owns the location, and an embedded server is its own
+        if server:
+            stack.callback(server.stop)
+        stack.push(lock)
+        stack.enter_context(Reaper(client, settings.delivery))
+        try:
+            return _Pipeline(settings, store, client, folder).run()
+        except UserError:
+            if is_new:
+                litter.append(folder)
+            raise
+
+
+def _open_redis(folder: Path, redis_url: str | None) -> tuple[redis.Redis, EmbeddedServer | None]:
+    """A client, and the embedded server if there is one; children find the same Redis in their environment."""
+    url = redis_url or os.environ.get(state.REDIS_VARIABLE)
+    if url:
+        os.environ[state.REDIS_VARIABLE] = url
+        return connect(url), None
+    server = EmbeddedServer.find(folder / "redis") or EmbeddedServer.start(folder / "redis")
+    os.environ[state.REDIS_VARIABLE] = server.url
+    os.environ[state.PASSWORD_VARIABLE] = server.password
+    return server.connect(), server
+
+
+class _Interrupted(BaseException):
+    """SIGINT, SIGTERM or SIGHUP arrived."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn the signals that end a run into `_Interrupted`, raised wherever this process is."""
+
+    def interrupt(number: int, _frame: Any) -> None:
+        raise _Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Pipeline:
+    """One `run`, from an empty or half-done location to its end."""
+
+    def __init__(self, settings: RunSettings, store: ObjectStore, client: redis.Redis, folder: Path) -> None:
+        self._settings = settings
+        self._store = store
+        self._client = client
+        self._spool = settings.spool or folder / "spool"
+        self._logs = folder / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> int:
+        with _interruptible():
+            try:
+                return self._run()
+            except _Interrupted as interrupted:
+                print("interrupted; the same command goes on from here", file=sys.stderr)
+                return 128 + interrupted.number
+
+    def _run(self) -> int:
+        settings = self._settings
+        seconds: dict[str, float] = {}
+        began = time.monotonic()
+        with ProducerProcess(settings.producer, settings.out, settings.store, settings.delivery) as producer:
+            record = producer.wait_for_record()
+            seconds["prepare"] = time.monotonic() - began
+            began = time.monotonic()
+            with RunProgress(self._client, record) as progress:
+                reason = None if progress.is_ended else self._extract(record, producer, progress)
+            seconds["extract and upload"] = time.monotonic() - began
+        began = time.monotonic()
+        manifest = finish_run(self._client, record)
+        seconds["finish"] = time.monotonic() - began
+        summary(self._client, record, manifest, seconds)
+        if reason:
+            raise RetryableError(f"{record.run}: {reason}; the same command goes on from here")
+        return 0 if manifest.complete else 1
+
+    def _extract(self, record: RunRecord, producer: ProducerProcess, progress: RunProgress) -> str | None:
+        """Run workers and uploaders to the end; returns why the run can't end, or None if it did."""
+        supervisor = Supervisor([*self._workers(record), *self._uploaders()])
+        stuck_since: float | None = None
+        try:
+            supervisor.start()
+            while True:
+                time.sleep(LOOK_SECONDS)
+                supervisor.poll()
+                producer.poll()
+                progress.refresh()
+                if progress.is_ended:
+                    return None
+                if producer.is_enqueuing or not (reason := self._stuck(record, supervisor)):
+                    stuck_since = None
+                    continue
+                stuck_since = stuck_since or time.monotonic()
+                if time.monotonic() - stuck_since < STUCK_SECONDS:
+                    continue
+                if producer.num_starts < 3 and supervisor.any_left:
+                    producer.start_again()  # plan against store, once more: nothing may be missing from the queue
+                    stuck_since = None
+                    continue
+                return reason
+        finally:
+            try:
+                supervisor.stop(GRACE_SECONDS)
+            except _Interrupted:
+                supervisor.stop(LOOK_SECONDS * 20)  # a second signal: they hand back and leave at once
+                raise
+
+    def _stuck(self, record: RunRecord, supervisor: Supervisor) -> str | None:
+        """Why nothing alive could finish the run, or None while something can."""
+        try:
+            reason = stuck_reason(fleet(self._client), record.run)
+        except redis.RedisError as error:
+            logger().debug("redis_away", error=str(error))
+            return None
+        if reason is None or not supervisor.withdrawn:
+            return reason
+        return "; ".join(f"{name} was given up: {why}" for name, why in supervisor.withdrawn.items())
+
+    def _workers(self, record: RunRecord) -> list[ProcessSpec]:
+        return [
+            self._spec(
+                f"worker-{device.replace(':', '-')}",
+                *("worker-process", "--device", device, "--run", record.run),
+                *self._settings.worker_arguments,
+            )
+            for device in self._settings.devices
+        ]
+
+    def _uploaders(self) -> list[ProcessSpec]:
+        return [
+            self._spec(f"uploader-{index}", "upload-process", "--index", str(index))
+            for index in range(self._settings.num_uploaders)
+        ]
+
+    def _spec(self, name: str, *arguments: str) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            command=hiddenq_command(*arguments, "--spool", str(self._spool), *self._settings.host_arguments),
+            log_file=self._logs / f"{name}.log",
+        )

@@ -1,0 +1,187 @@
+"""From a dataset to a queue full of batches: the producer's work with the queue behind it.
+
+Invariant: safe to repeat at any moment. The plan is made once and then reused; the ledger is brought in line with the
+store before anything is enqueued, because the store alone says what is there; and `enqueue` adds only what is neither
+committed nor held by a live job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import redis
+
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import HiddenqError
+from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, save_run
+from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.supervisor import die_with_parent
+from hiddenq.telemetry import configure_logging, logger
+from producer import prepare
+from uploader import rebuild_ledger
+
+if TYPE_CHECKING:
+    from producer import ProducerSettings
+
+
+def produce(
+    settings: ProducerSettings,
+    store: ObjectStore,
+    store_settings: StoreSettings,
+    client: redis.Redis,
+    *,
+    delivery: DeliverySettings,
+    progress: Any,
+    prepared: Callable[[RunRecord], None] = lambda record: None,
+    stop: threading.Event | None = None,
+) -> EnqueueReport:
+    """Prepare the run if it is not there yet, then enqueue what is not done; `prepared` hears of the run in between.
+
+    Raises:
+        UserError: model, dataset, location or settings are not as they must be.
+    """
+    store.probe()
+    plan = prepare(settings, store, progress)
+    record = RunRecord(
+        config=plan.config, location=store.uri, store=store_settings.model_dump(mode="json"), delivery=delivery
+    )
+    save_run(client, record)
+    reconcile_ledger(client, store, record)
+    prepared(record)
+    jobs = (batch.job(record.run) for batch in plan.batches)
+    return enqueue(client, record, jobs, stop=stop)
+
+
+def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord) -> None:
+    """Make the ledger say what the store holds: adopt shards it does not know, forget those that are gone."""
+    ledger = Ledger(client, record.run)
+    # Entries before objects: a shard is in the store before the ledger names it, so none looks lost that is not.
+    entries = ledger.entries()
+    objects = {info.key: info.num_bytes for info in store.list(names.STATES_PREFIX)}
+    lost = [batch for batch, entry in entries.items() if objects.get(entry.key) != entry.num_bytes]
+    if lost:
+        ledger.forget(lost)
+        logger().warning("shards_gone_from_store", run=record.run, num_batches=len(lost), next="they are made again")
+    known = {entry.key for entry in entries.values()}
+    if objects.keys() - known:
+        adopted = ledger.adopt(rebuild_ledger(store, record.config))
+        if adopted:
+            logger().info("ledger_rebuilt", run=record.run, num_batches=adopted)
+
+
+class ProducerProcess:
+    """`produce` in a process of its own, so its memory is gone when it is done; what it says comes over a pipe.
+
+    `start_again` runs it once more: it is idempotent, so that is also the last comparison of plan, queue and store.
+    """
+
+    MAX_STARTS = 5
+
+    def __init__(
+        self, settings: ProducerSettings, out: str, store_settings: StoreSettings, delivery: DeliverySettings
+    ) -> None:
+        self._arguments = (settings, out, store_settings, delivery)
+        self._context = multiprocessing.get_context("spawn")
+        self.num_starts = 0
+        self.is_enqueuing = False
+        self.report: EnqueueReport | None = None
+        self.start_again()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+    def start_again(self) -> None:
+        """Start the process (once more)."""
+        self._pipe, theirs = self._context.Pipe(duplex=False)
+        arguments = (theirs, os.getpid(), *self._arguments)
+        self._process = self._context.Process(target=_produce_in_child, args=arguments, name="producer")
+        self._process.start()
+        theirs.close()
+        self.num_starts += 1
+        self.is_enqueuing = True
+
+    def wait_for_record(self) -> RunRecord:
+        """Wait until the run is prepared.
+
+        Raises:
+            HiddenqError: whatever stopped the producer.
+        """
+        said = self._receive()
+        if not isinstance(said, RunRecord):
+            raise HiddenqError("producer: ended before the run was prepared")
+        return said
+
+    def poll(self) -> None:
+        """Hear what it has to say; start it again if it died.
+
+        Raises:
+            HiddenqError: whatever stopped the producer.
+        """
+        if not self.is_enqueuing or not self._pipe.poll():
+            return
+        said = self._receive()
+        if isinstance(said, EnqueueReport):
+            self.report = said
+            self.is_enqueuing = False
+        elif said is None:
+            if self.num_starts >= self.MAX_STARTS:
+                raise HiddenqError(
+                    f"producer: died {self.num_starts} times, last with exit status {self._process.exitcode}"
+                )
+            self.start_again()
+
+    def _receive(self) -> RunRecord | EnqueueReport | None:
+        """What it says next; None if it died. An error it ended with is raised here."""
+        try:
+            said = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            return None
+        if isinstance(said, BaseException):
+            raise said
+        return cast(RunRecord | EnqueueReport, said)
+
+
+def _produce_in_child(
+    pipe: Connection,
+    parent: int,
+    settings: ProducerSettings,
+    out: str,
+    store_settings: StoreSettings,
+    delivery: DeliverySettings,
+) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    configure_logging(stage="producer")
+    try:
+        with contextlib.closing(connect()) as client:
+            report = produce(
+                settings,
+                open_store(out, store_settings),
+                store_settings,
+                client,
+                delivery=delivery,
+                progress=TerminalProgress(),
+                prepared=pipe.send,
+            )
+        pipe.send(report)
+    except HiddenqError as error:
+        pipe.send(error)
+    except Exception:
+        pipe.send(HiddenqError(f"producer: a fault of ours: {traceback.format_exc()}"))

@@ -1,0 +1,105 @@
+"""What `hiddenq run` shows: a live view on a terminal, one line every ten seconds elsewhere, a table at the end.
+
+Invariant: what is shown of a run's progress is the ledger's; Redis being away leaves the last look standing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+import redis
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from hiddenq.contracts.errors import RedisAway
+from hiddenq.contracts.manifest import Manifest
+from hiddenq.delivery import RunRecord, fleet
+from hiddenq.monitor import RunStatus, format_bytes, format_seconds, render, run_status, summary_line
+
+LINE_SECONDS = 10.0
+
+
+class RunProgress:
+    """Shows one run while it goes on."""
+
+    def __init__(self, client: redis.Redis, record: RunRecord) -> None:
+        self._client = client
+        self._run = record.run
+        self._console = Console()
+        self._status: RunStatus = run_status(client, record.run)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def __enter__(self) -> Self:
+        total, committed = self._status.total, self._status.committed
+        left = total.num_batches - committed.num_batches
+        self._console.print(
+            f"{self._run}: {total.num_samples:,} samples in {total.num_batches:,} batches, {left:,} to do",
+            highlight=False,
+        )
+        if self._live and left:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live and self._live.is_started:
+            self._show()
+            self._live.stop()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether every batch is committed or a dead letter."""
+        return self._status.committed.num_batches + self._status.num_dead_letters >= self._status.total.num_batches
+
+    def refresh(self) -> None:
+        """Look again, and show it."""
+        try:
+            self._status = run_status(self._client, self._run)
+        except (RedisAway, redis.RedisError):
+            return
+        self._show()
+
+    def _show(self) -> None:
+        if self._live:
+            self._live.update(render(self._status), refresh=True)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self._console.print(summary_line(self._status), highlight=False)
+
+
+def summary(client: redis.Redis, record: RunRecord, manifest: Manifest, seconds: dict[str, float]) -> None:
+    """Print the table at the end of a run."""
+    config = record.config
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    rejected = f"; {manifest.num_rejected:,} rows rejected" if manifest.num_rejected else ""
+    table.add_row("samples", f"{manifest.num_samples_committed:,} of {manifest.num_samples:,}{rejected}")
+    table.add_row("tokens", f"{manifest.num_tokens_committed:,}")
+    table.add_row("padding", f"{config.num_padded_tokens / config.num_tokens:.3f} x")
+    table.add_row("stored", f"{format_bytes(manifest.num_bytes)} in {manifest.num_batches_committed:,} shards")
+    stages: Counter[str] = Counter()
+    num_tokens, num_samples = 0, 0
+    for worker in fleet(client).workers:
+        report = worker.report
+        if report.run in (None, record.run):
+            stages.update(report.stage_seconds)
+        if report.role == "gpu_worker" and report.run == record.run:
+            num_tokens, num_samples = num_tokens + report.num_tokens, num_samples + report.num_samples
+    took = seconds.get("extract and upload", 0.0)
+    if num_tokens and took:
+        table.add_row("rate", f"{num_tokens / took:,.0f} tokens/s, {num_samples / took:,.2f} samples/s")
+    table.add_row("wall time", ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items()))
+    if stages:
+        table.add_row("by stage", ", ".join(f"{name} {value:.1f} s" for name, value in stages.items()))
+    table.add_row(
+        "result", "complete" if manifest.complete else f"incomplete: {len(manifest.dead_letters):,} dead letters"
+    )
+    table.add_row("location", record.location)
+    Console().print(table, highlight=False)
