@@ -60,7 +60,7 @@ def identify_model(
         raise ModelError(f"--model {model}: the folder holds no config.json; name a transformers checkpoint")
     if not is_folder and _is_path(model):
         raise ModelError(f"--model {model}: no such folder")
-    local_only = is_folder or not _hub_answers()
+    local_only = is_folder or not hub_answers()
     from transformers import AutoConfig, PreTrainedConfig
 
     source: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
@@ -174,7 +174,7 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the hub can be reached, found out in seconds where its client would retry for half a minute."""
     from huggingface_hub import constants
 

@@ -1,0 +1,176 @@
+"""The plan: the order of samples, and where it is cut into batches.
+
+Invariant: batches partition the samples, none of them empty; each but a lone sample's keeps to the budget of padded
+tokens and to the shard size; and no batch mixes samples whose rotary scaling would depend on each other. All of it is
+a pure function of the lengths.
+
+A sample is a key, uint64: the complement of its length above its place in the spill, so ascending keys are the
+longest first and, among equals, in the order of the rows. A key is all that memory holds of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiddenq.contracts.shard import ShardFormat
+from hiddenq.model_identity import rope_parameters
+
+Keys = npt.NDArray[np.uint64]
+Lengths = npt.NDArray[np.int64]
+
+MAX_LENGTH = (1 << 24) - 1
+"""The longest sample that a key can say."""
+_PLACE_BITS = 40
+_BAND = 1 / 32
+"""Relative width of a band of similar lengths, in which a shuffle may move samples: it costs half of it in padding."""
+_HEADER_BYTES_PER_SAMPLE = 640
+_HEADER_BYTES = 16 << 10
+_CHUNK = 1 << 16
+
+
+def make_keys(lengths: Lengths, first_place: int) -> Keys:
+    """Keys of successive samples."""
+    places = np.arange(first_place, first_place + len(lengths), dtype=np.uint64)
+    return (MAX_LENGTH - lengths.astype(np.uint64)) << np.uint64(_PLACE_BITS) | places
+
+
+def key_lengths(keys: Keys) -> Lengths:
+    """Lengths, in tokens."""
+    return (MAX_LENGTH - (keys >> np.uint64(_PLACE_BITS))).astype(np.int64)
+
+
+def key_places(keys: Keys) -> npt.NDArray[np.int64]:
+    """Places in the spill, 0-based."""
+    return (keys & np.uint64((1 << _PLACE_BITS) - 1)).astype(np.int64)
+
+
+def order_keys(keys: Keys, shuffle_seed: int | None, rotary: RotaryLimits) -> None:
+    """Sort keys in place, the longest first; with a seed, shuffled within bands of similar length."""
+    keys.sort()
+    if shuffle_seed is None:
+        return
+    begin = 0
+    while begin < len(keys):
+        longest = int(key_lengths(keys[begin : begin + 1])[0])
+        shortest = max(longest - int(longest * _BAND), rotary.shortest_beside(longest))
+        end = int(np.searchsorted(keys, (MAX_LENGTH - shortest + 1) << _PLACE_BITS))
+        band = keys[begin:end]
+        band[:] = band[np.argsort(_scramble(band, shuffle_seed), kind="stable")]
+        begin = end
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryLimits:
+    """Where a model's rotary factors depend on the longest sample of a batch."""
+
+    longrope_original: int | None = None
+    """Above so many tokens the long factors count, for the whole batch."""
+    dynamic_original: int | None = None
+    """Above so many tokens each length has factors of its own."""
+
+    @classmethod
+    def of(cls, text_config: Any) -> RotaryLimits:
+        """The limits in a decoder's config."""
+        longrope = dynamic = None
+        for rope in rope_parameters(text_config):
+            original = rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            if rope.get("rope_type") == "longrope":
+                longrope = int(original)
+            elif "dynamic" in str(rope.get("rope_type")):
+                dynamic = int(text_config.max_position_embeddings)
+        return cls(longrope_original=longrope, dynamic_original=dynamic)
+
+    def group(self, num_tokens: int) -> int:
+        """Samples of different groups must not share a batch."""
+        if self.dynamic_original is not None and num_tokens > self.dynamic_original:
+            return num_tokens
+        return -1 if self.longrope_original is not None and num_tokens > self.longrope_original else 0
+
+    def shortest_beside(self, num_tokens: int) -> int:
+        """The shortest sample that may share a batch with one of `num_tokens`."""
+        if self.dynamic_original is not None and num_tokens > self.dynamic_original:
+            return num_tokens
+        if self.longrope_original is not None and num_tokens > self.longrope_original:
+            return self.longrope_original + 1
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What a batch must keep to."""
+
+    token_budget: int
+    """Padded tokens."""
+    max_shard_bytes: int
+    bytes_per_token: int
+    rotary: RotaryLimits
+
+    @classmethod
+    def of(cls, *, token_budget: int, max_shard_bytes: int, shard: ShardFormat, rotary: RotaryLimits) -> BatchLimits:
+        """The limits of a run."""
+        return cls(
+            token_budget=token_budget,
+            max_shard_bytes=max_shard_bytes,
+            bytes_per_token=shard.bytes_per_token,
+            rotary=rotary,
+        )
+
+    @property
+    def max_sample_tokens(self) -> int:
+        """The longest sample that fits a batch of its own."""
+        room = self.max_shard_bytes - _HEADER_BYTES - _HEADER_BYTES_PER_SAMPLE
+        return min(self.token_budget, room // self.bytes_per_token, MAX_LENGTH)
+
+    def fits(self, num_samples: int, num_tokens: int, padded_length: int) -> bool:
+        """Whether a batch may be so large."""
+        header = _HEADER_BYTES + _HEADER_BYTES_PER_SAMPLE * num_samples
+        return (
+            num_samples * padded_length <= self.token_budget
+            and num_tokens * self.bytes_per_token + header <= self.max_shard_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Successive samples of the plan's order that are run together."""
+
+    num_samples: int
+    num_tokens: int
+    padded_length: int
+    """Tokens of its longest sample."""
+
+
+def cut_batches(lengths: Iterable[int], limits: BatchLimits) -> Iterator[Batch]:
+    """Cut an order of samples, given by their lengths, into batches as large as the limits allow."""
+    num_samples = num_tokens = padded_length = 0
+    group = 0
+    for length in lengths:
+        longest = max(padded_length, length)
+        same = limits.rotary.group(length) == group
+        if num_samples and not (same and limits.fits(num_samples + 1, num_tokens + length, longest)):
+            yield Batch(num_samples=num_samples, num_tokens=num_tokens, padded_length=padded_length)
+            num_samples = num_tokens = 0
+            longest = length
+        group = limits.rotary.group(length)
+        num_samples, num_tokens, padded_length = num_samples + 1, num_tokens + length, longest
+    if num_samples:
+        yield Batch(num_samples=num_samples, num_tokens=num_tokens, padded_length=padded_length)
+
+
+def iterate_lengths(keys: Keys) -> Iterator[int]:
+    """Lengths one by one, without an array of them all."""
+    for begin in range(0, len(keys), _CHUNK):
+        yield from key_lengths(keys[begin : begin + _CHUNK]).tolist()
+
+
+def _scramble(keys: Keys, seed: int) -> Keys:
+    """A hash of places and seed: the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    mixed = (keys & np.uint64((1 << _PLACE_BITS) - 1)) + np.uint64(seed * 0x9E3779B97F4A7C15 % (1 << 64))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,142 @@
+"""From settings to a run that exists in its output location.
+
+Invariant: `run.json` is written last, so a run exists only with all its tokens; and a second start over an existing
+run either is that run, and tokenises nothing, or is refused with every field in which it differs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from hiddenq import __version__
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import RunMismatch
+from hiddenq.contracts.manifest import BatchPlan
+from hiddenq.contracts.run import DatasetIdentity, RunConfig
+from hiddenq.storage import ObjectStore
+from hiddenq.storage.runfiles import load_batches, load_run_json, write_run_json
+from producer.batching import cut_batches, iterate_lengths, order_keys
+from producer.job import Job, Progress, no_progress
+from producer.parts import put_file, remove_other_parts, write_plan
+from producer.settings import ProducerSettings
+from producer.spill import Lengths, Spill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that exists."""
+
+    config: RunConfig
+    batches: list[BatchPlan]
+    reused: bool
+    """Whether it was there before."""
+
+
+def prepare(settings: ProducerSettings, store: ObjectStore, progress: Progress = no_progress) -> Prepared:
+    """Make the run exist at the store's location, or find that it does.
+
+    Raises:
+        RunMismatch: another run is there; the text names each field that differs, with both values.
+        DatasetError: input that can't be read, or more rejects than allowed: nothing is queued or computed.
+        UserError: anything else of the user's to mend.
+    """
+    existing = load_run_json(store)
+    with Job(settings, progress) as job:
+        if existing is not None:
+            _check_same(store, existing, job)
+            return Prepared(config=existing, batches=load_batches(store), reused=True)
+        if next(iter(store.list(names.STATES_PREFIX)), None) is not None:
+            raise RunMismatch(f"{store.uri}: it holds shards of a run whose run.json is gone; use another location")
+        return _write(job, store, progress)
+
+
+def _check_same(store: ObjectStore, existing: RunConfig, job: Job) -> None:
+    requested = existing.model_copy(update=_decided(job, job.dataset()))
+    differences = existing.differences(requested)
+    if differences:
+        raise RunMismatch(
+            f"{store.uri}: holds another run ({existing.run}): {'; '.join(map(str, differences))}; "
+            "use another location, or the settings and inputs of that run"
+        )
+
+
+def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
+    dataset = job.dataset()
+    lengths, reasons, repairs = Lengths(), Counter[str](), Counter[str]()
+    num_rows = 0
+    rejected = job.scratch() / "rejected.jsonl"
+    spill = Spill(job.scratch())
+    try:
+        with rejected.open("wb") as lines:
+            for block in job.encode():
+                num_rows += block.num_rows
+                repairs += block.repairs
+                reasons.update(reject.reason for reject in block.rejected)
+                lines.writelines(reject.model_dump_json().encode() + b"\n" for reject in block.rejected)
+                lengths.append(block)
+                spill.append(block)
+        spill.flush()
+        structlog.get_logger("hiddenq").info(
+            "tokenised", num_rows=num_rows, num_samples=len(lengths), rejected=dict(reasons), repairs=dict(repairs)
+        )
+        job.check_rejects(num_rows, reasons)
+        keys = lengths.keys()
+        order_keys(keys, job.settings.shuffle_seed, job.limits.rotary)
+        cut = cut_batches(iterate_lengths(keys), job.limits)
+        num_samples = len(keys)
+        plan = write_plan(
+            store, spill, keys, cut, job.scratch(), lambda done: progress("writing tokens", done, num_samples)
+        )
+    finally:
+        spill.close()
+    put_file(store, names.REJECTED, rejected)
+    remove_other_parts(store, plan.num_parts)
+    config = RunConfig(
+        run=_run_id(job.settings.run or Path(store.uri).name),
+        hiddenq_version=__version__,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        num_rows=num_rows,
+        num_rejected=reasons.total(),
+        num_samples=num_samples,
+        num_tokens=lengths.num_tokens,
+        num_supervised=lengths.num_supervised,
+        num_padded_tokens=sum(batch.num_samples * batch.padded_length for batch in plan.batches),
+        num_batches=len(plan.batches),
+        num_token_parts=plan.num_parts,
+        plan_digest=plan.digest,
+        **_decided(job, dataset),
+    )
+    write_run_json(store, config)
+    return Prepared(config=config, batches=plan.batches, reused=False)
+
+
+def _decided(job: Job, dataset: DatasetIdentity) -> dict[str, Any]:
+    """The fields of `run.json` that settings and inputs decide before a row is read."""
+    settings = job.settings
+    return {
+        "model": job.target.identity,
+        "dataset": dataset,
+        "tokenizer": job.tokenizer,
+        "target_layer_ids": job.target_layer_ids,
+        "final_hidden_state": settings.final_hidden_state,
+        "storage_dtype": job.shard.storage_dtype,
+        "max_length": job.max_length,
+        "length_policy": settings.length_policy,
+        "token_budget": settings.token_budget,
+        "max_shard_bytes": settings.max_shard_bytes,
+        "shuffle_seed": settings.shuffle_seed,
+    }
+
+
+def _run_id(name: str) -> str:
+    """A name as a run id: small letters, digits and hyphens, and six random digits that make it one of a kind."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-") or "run"
+    return f"{slug}-{secrets.token_hex(3)}"

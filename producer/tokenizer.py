@@ -1,0 +1,322 @@
+"""The target's tokenizer and chat template, loaded without torch, and what is known about them beforehand.
+
+Invariant: a conversation is rendered once, whole, and tokenised as that one string without added special tokens; so
+there is one BOS if the template writes one, and the ids are those of the template's own one-step tokenisation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hiddenq.contracts.errors import ModelError, UsageError
+from hiddenq.model_identity import TargetModel
+from producer.conversation import RowRejected
+from producer.mask import Span, turn_span
+from producer.settings import ProducerSettings
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tiktoken.model",
+    "generation_config.json",
+)
+"""Files that decide ids and ends of turns, if a model has them; the chat template has a digest of its own."""
+_GENERATION_BLOCK = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_THINKING_ARGUMENTS = ("enable_thinking", "thinking")
+_PROBE = "hiddenq probe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSource:
+    """Where a tokenizer comes from: all that a process needs to load it."""
+
+    model: str
+    revision: str | None
+    local_only: bool
+    trust_remote_code: bool
+    chat_template: str | None
+    """Text of a template to use instead of the tokenizer's own."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: ProducerSettings, target: TargetModel) -> TokenizerSource:
+        """The source that settings and model name.
+
+        Raises:
+            UsageError: the template's file can't be read.
+        """
+        template = None
+        if settings.chat_template is not None:
+            try:
+                template = settings.chat_template.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--chat-template {settings.chat_template}: can't be read: {error}") from error
+        return cls(
+            model=settings.model,
+            revision=target.identity.revision,
+            local_only=target.local_only,
+            trust_remote_code=settings.trust_remote_code,
+            chat_template=template,
+            template_arguments=settings.template_arguments,
+        )
+
+    def digest(self) -> str:
+        """blake2b-128 over the tokenizer's files in a folder, the chat template left out; over the commit of a hub."""
+        digest = hashlib.blake2b(digest_size=16)
+        folder = Path(self.model).expanduser()
+        if not folder.is_dir():
+            digest.update(f"commit {self.revision}".encode())
+            return digest.hexdigest()
+        for name in _FILES:
+            if (folder / name).is_file():
+                data = (folder / name).read_bytes()
+                if name == "tokenizer_config.json":
+                    fields = json.loads(data)
+                    fields.pop("chat_template", None)
+                    data = json.dumps(fields, sort_keys=True).encode()
+                digest.update(f"{name}\0{len(data)}\0".encode() + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowEncoding:
+    """What a tokenizer written in Python knows of a text."""
+
+    ids: list[int]
+    special_tokens_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, source: TokenizerSource) -> None:
+        """Load it.
+
+        Raises:
+            ModelError: the model has no tokenizer that can be loaded.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                source.model,
+                revision=source.revision,
+                local_files_only=source.local_only,
+                trust_remote_code=source.trust_remote_code,
+            )
+        except Exception as error:  # every kind of failure in here has one cause: this tokenizer can't be used
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"--model {source.model}: its tokenizer can't be loaded: {first}") from error
+        self._source = source
+        self.backend = getattr(self.tokenizer, "backend_tokenizer", None) if self.tokenizer.is_fast else None
+        """The `tokenizers.Tokenizer` beneath; None for a tokenizer written in Python, which knows no offsets."""
+        if self.backend is not None:
+            self.backend.no_truncation()
+            self.backend.no_padding()
+
+    @cached_property
+    def template(self) -> str:
+        """The chat template's text.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self._source.chat_template is not None:
+            return self._source.chat_template
+        try:
+            return str(self.tokenizer.get_chat_template())
+        except ValueError:
+            raise UsageError(
+                f"--model {self._source.model}: its tokenizer has no chat template, which conversations need; "
+                "name one with --chat-template FILE"
+            ) from None
+
+    @cached_property
+    def has_generation_block(self) -> bool:
+        """Whether the template itself marks what the assistant says."""
+        return _GENERATION_BLOCK.search(self.template) is not None
+
+    @cached_property
+    def special_tokens(self) -> re.Pattern[str]:
+        """Matches the text of any special token, the longest first."""
+        texts = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        texts.update(self.tokenizer.all_special_tokens)
+        return re.compile(
+            "|".join(re.escape(text) for text in sorted(texts, key=lambda t: (-len(t), t)) if text) or "(?!)"
+        )
+
+    @cached_property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Special tokens that end an assistant's turn: what the template writes after one, and the model's own ends."""
+        ends = set()
+        try:
+            rendered = self.render([_PROBE_TURNS])[0]
+        except RowRejected:
+            rendered = ""
+        _, found, after = rendered.rpartition(_PROBE)
+        if found and (match := self.special_tokens.search(after)):
+            ends.add(match[0])
+        ids = {self.tokenizer.eos_token_id, *self._generation_ends()} - {None}
+        ends.update(self.tokenizer.convert_ids_to_tokens(sorted(ids)))
+        return tuple(sorted(end for end in ends if end and self.special_tokens.fullmatch(end)))
+
+    def check_template(self) -> None:
+        """Refuse a template whose renders can't say where a turn starts.
+
+        Raises:
+            UsageError: it has no generation block and ignores `add_generation_prompt`, though it writes a header.
+        """
+        if self.has_generation_block:
+            return
+        try:
+            whole = self.render([_PROBE_TURNS])[0]
+            prompt = self.render([_PROBE_TURNS[:1]], add_generation_prompt=True)[0]
+            bare = self.render([_PROBE_TURNS[:1]])[0]
+        except RowRejected:  # a template may want more than two turns; each row tells for itself
+            return
+        if prompt == bare and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_PROBE):
+            raise UsageError(
+                f"--model {self._source.model}: its chat template ignores add_generation_prompt and has no generation "
+                "block, so nothing says where the assistant's words start; name another with --chat-template FILE"
+            )
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Any]:
+        """Each text's `ids` and `special_tokens_mask`; with a backend, a `tokenizers.Encoding` that knows offsets."""
+        if self.backend is not None:
+            return list(self.backend.encode_batch(texts, add_special_tokens=add_special_tokens))
+        return [
+            SlowEncoding(
+                ids=(ids := self.tokenizer.encode(text, add_special_tokens=add_special_tokens)),
+                special_tokens_mask=self.tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True),
+            )
+            for text in texts
+        ]
+
+    def render(
+        self,
+        conversations: Sequence[list[dict[str, Any]]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        thinking_argument: bool = True,
+    ) -> list[str]:
+        """Each conversation as one string.
+
+        Raises:
+            RowRejected: `template_error`, if the template raises for any of them.
+        """
+        rendered: list[str] = self._render(
+            conversations, tools, add_generation_prompt=add_generation_prompt, thinking_argument=thinking_argument
+        )[0]
+        return rendered
+
+    def render_marked(
+        self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """A conversation as one string, and the characters inside the template's generation blocks.
+
+        Raises:
+            RowRejected: `template_error`, if the template raises.
+        """
+        rendered, spans = self._render([conversation], tools, return_assistant_tokens_mask=True)
+        return rendered[0], [(int(begin), int(end)) for begin, end in spans[0]]
+
+    def assistant_spans(
+        self, rendered: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, supervised_from: int
+    ) -> tuple[list[Span], int]:
+        """What the assistant said, by the character rule; and how many turns needed the thinking argument left out.
+
+        Raises:
+            RowRejected: `mask_unsure` or `template_error`.
+        """
+        spans = []
+        num_left_out = 0
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant" or turn < supervised_from:
+                continue
+            for key in ("reasoning_content", "reasoning", "thinking", "content"):
+                if any(end in message.get(key, "") for end in self.end_tokens):
+                    raise RowRejected(
+                        "mask_unsure", f"turn {turn}: the assistant's own words hold an end-of-turn token"
+                    )
+            span, prompt = turn_span(
+                rendered,
+                self._prompts(messages[:turn], tools),
+                self.end_tokens,
+                turn=turn,
+                is_last=turn == len(messages) - 1,
+            )
+            spans.append(span)
+            num_left_out += prompt
+        return spans, num_left_out
+
+    def _prompts(self, context: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Iterator[str]:
+        """What the model would have seen after some turns: as asked for, then without the thinking argument."""
+        yield self.render([context], tools=tools, add_generation_prompt=True)[0]
+        if any(name in self._source.template_arguments for name in _THINKING_ARGUMENTS):
+            yield self.render([context], tools=tools, add_generation_prompt=True, thinking_argument=False)[0]
+
+    def _generation_ends(self) -> list[int]:
+        """Ids that end generation by the model's `generation_config.json`, if it has one."""
+        from transformers.utils import cached_file
+
+        path = cached_file(
+            self._source.model,
+            "generation_config.json",
+            revision=self._source.revision,
+            local_files_only=self._source.local_only,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is None:
+            return []
+        ends = json.loads(Path(path).read_bytes()).get("eos_token_id")
+        return [ends] if isinstance(ends, int) else [end for end in ends or () if isinstance(end, int)]
+
+    def _render(
+        self,
+        conversations: Sequence[list[dict[str, Any]]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        thinking_argument: bool = True,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments = {
+            name: value
+            for name, value in self._source.template_arguments.items()
+            if thinking_argument or name not in _THINKING_ARGUMENTS
+        }
+        try:
+            return render_jinja_template(  # type: ignore[no-any-return]
+                conversations=list(conversations),
+                tools=tools,
+                chat_template=self.template,
+                **options,
+                **{**self.tokenizer.special_tokens_map, **arguments},
+            )
+        except (UsageError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # a template may raise anything, and runs code that came with the model
+            raise RowRejected("template_error", f"{type(error).__name__}: {error}") from error
+
+
+_PROBE_TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
