@@ -1,7 +1,7 @@
 """The ledger: which execution's shard is the batch's.
 
 Invariant: an entry is written once, by whoever comes first, and never changed; the totals change in the same step. It
-can be rebuilt from the store alone, by adopting the shards found there.
+can be rebuilt from the store alone, by adopting the shards found there and forgetting those that are not.
 """
 
 from __future__ import annotations
@@ -74,3 +74,15 @@ class Ledger:
             with away_errors():
                 adopted += int(scripts.run("adopt", run=self._run, kept_seconds=kept_seconds, entries=found))
         return adopted
+
+    def forget(self, entries: Iterable[LedgerEntry]) -> int:
+        """Remove entries whose shards are gone from the store, so their batches are made again; returns how many."""
+        scripts, forgotten, remaining = Scripts(self._client), 0, iter(entries)
+        while chunk := list(itertools.islice(remaining, CHUNK)):
+            found = [
+                (entry.batch_id, entry.to_json(), entry.num_samples, entry.num_tokens, entry.num_bytes)
+                for entry in chunk
+            ]
+            with away_errors():
+                forgotten += int(scripts.run("uncommit", run=self._run, entries=found))
+        return forgotten
