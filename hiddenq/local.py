@@ -86,7 +86,7 @@ def run(settings: RunSettings) -> int:
     is_new = not folder.exists()
     litter: list[Path] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [shutil.rmtree(path, ignore_errors=True) for path in litter])
+        stack.callback(_remove, litter)
         client, server = _open_redis(folder, settings.redis_url)
         stack.callback(client.close)
         joining = f"HIDDENQ_REDIS_URL={os.environ[state.REDIS_VARIABLE]} hiddenq worker"
@@ -102,6 +102,11 @@ def run(settings: RunSettings) -> int:
             if is_new:
                 litter.append(folder)
             raise
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open_redis(folder: Path, redis_url: str | None) -> tuple[redis.Redis, EmbeddedServer | None]:

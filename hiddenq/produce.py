@@ -16,13 +16,14 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, save_run
+from hiddenq.progress import TerminalProgress
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.supervisor import die_with_parent
 from hiddenq.telemetry import configure_logging, logger
@@ -31,6 +32,7 @@ from uploader import rebuild_ledger
 
 if TYPE_CHECKING:
     from producer import ProducerSettings
+    from producer.job import Progress
 
 
 def produce(
@@ -40,7 +42,7 @@ def produce(
     client: redis.Redis,
     *,
     delivery: DeliverySettings,
-    progress: Any,
+    progress: Progress,
     prepared: Callable[[RunRecord], None] = lambda record: None,
     stop: threading.Event | None = None,
 ) -> EnqueueReport:
@@ -52,7 +54,11 @@ def produce(
     store.probe()
     plan = prepare(settings, store, progress)
     record = RunRecord(
-        config=plan.config, location=store.uri, store=store_settings.model_dump(mode="json"), delivery=delivery
+        config=plan.config,
+        location=store.uri,
+        store=store_settings.model_dump(mode="json"),
+        delivery=delivery,
+        options={},
     )
     save_run(client, record)
     reconcile_ledger(client, store, record)
@@ -67,7 +73,7 @@ def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord)
     # Entries before objects: a shard is in the store before the ledger names it, so none looks lost that is not.
     entries = ledger.entries()
     objects = {info.key: info.num_bytes for info in store.list(names.STATES_PREFIX)}
-    lost = [batch for batch, entry in entries.items() if objects.get(entry.key) != entry.num_bytes]
+    lost = [entry for entry in entries.values() if objects.get(entry.key) != entry.num_bytes]
     if lost:
         ledger.forget(lost)
         logger().warning("shards_gone_from_store", run=record.run, num_batches=len(lost), next="they are made again")
@@ -170,14 +176,14 @@ def _produce_in_child(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     configure_logging(stage="producer")
     try:
-        with contextlib.closing(connect()) as client:
+        with contextlib.closing(connect()) as client, TerminalProgress() as progress:
             report = produce(
                 settings,
                 open_store(out, store_settings),
                 store_settings,
                 client,
                 delivery=delivery,
-                progress=TerminalProgress(),
+                progress=progress,
                 prepared=pipe.send,
             )
         pipe.send(report)

@@ -13,14 +13,48 @@ from typing import Self
 import redis
 from rich.console import Console
 from rich.live import Live
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import RunRecord, fleet
-from hiddenq.monitor import RunStatus, format_bytes, format_seconds, render, run_status, summary_line
+from hiddenq.monitor import RunStatus, run_status
+from hiddenq.monitor.render import render, summary_line
+from hiddenq.monitor.texts import format_bytes, format_seconds
 
 LINE_SECONDS = 10.0
+
+
+class TerminalProgress:
+    """A bar a stage on a terminal, one line every ten seconds elsewhere; called with what is done."""
+
+    def __init__(self) -> None:
+        self._console = Console()
+        self._bars = Progress(console=self._console, transient=True) if self._console.is_terminal else None
+        self._tasks: dict[str, TaskID] = {}
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def __enter__(self) -> Self:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """So much of a stage is done."""
+        if self._bars:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total)
+            self._bars.update(self._tasks[stage], completed=done, total=total)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self._console.print(f"{stage}: {done / max(total, 1):.0%}", highlight=False)
 
 
 class RunProgress:

@@ -69,7 +69,8 @@ def status(
     json: Json = False,
 ) -> int:
     """Total, rate, ETA, spool, each worker, queues, failures, and what is wrong with what to do about it."""
-    from hiddenq.monitor import render, run_status
+    from hiddenq.monitor import run_status
+    from hiddenq.monitor.render import render
 
     with _open_run(out, run, queue, store) as opened:
         if json:

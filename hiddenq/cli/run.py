@@ -86,7 +86,8 @@ def plan(
     from producer import plan as plan_run
 
     configure_logging(default_level="WARNING")
-    report = plan_run(inputs.settings(more_data or [], run_name="plan"), TerminalProgress())
+    with TerminalProgress() as progress:
+        report = plan_run(inputs.settings(more_data or [], run_name="plan"), progress)
     if json:
         typer.echo(report.model_dump_json(indent=2))
     else:

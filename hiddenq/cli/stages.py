@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +58,7 @@ def produce(
         Reaper(client, delivery),
     ):
         report = produce_run(settings, location, store.settings, client, delivery=delivery, progress=TerminalProgress())
-    logger().info("enqueued", **vars(report) if hasattr(report, "__dict__") else report.model_dump())
+    logger().info("enqueued", **asdict(report))
     return 0
 
 
