@@ -1,0 +1,16 @@
+"""What is wrong with this machine, before a run finds out: driver, GPUs, disks, clocks, Redis, store, model.
+
+Consumes a machine and the settings it is about to use; produces findings, each with what was found, why it matters and
+the command that mends it. Looks and never changes anything, but for one small probe object in the store. Imports
+`hiddenq.contracts`, `.storage` and `.delivery`; no torch.
+
+    findings.py   a finding, and how it is shown     diagnose.py   which checks a role needs
+    gpu.py        driver, toolkit, each GPU          host.py       spool, disks, shared memory, caches
+    queue.py      Redis                              location.py   the store
+    model.py      kernels, memory
+"""
+
+from hiddenq.doctor.diagnose import DoctorSettings, Role, diagnose
+from hiddenq.doctor.findings import Finding, exit_status, render
+
+__all__ = ["DoctorSettings", "Finding", "Role", "diagnose", "exit_status", "render"]
