@@ -1,4 +1,4 @@
-"""What one look at the fleet can't tell: rates, batch times, and how long a worker has made no progress.
+"""What one look at the fleet can't tell: rates, and how long a worker has made no progress.
 
 Invariant: everything here is derived from two numbers that only real progress moves, the ledger's totals and each
 worker's count of finished batches, on the Redis server's clock. Heartbeats, utilisation and log lines never count, so
@@ -10,10 +10,8 @@ or an earlier `status` saw, and a restarted monitor goes on where it was. Two wr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from typing import Self
+from typing import Any, Self
 
 import redis
 from pydantic import Field
@@ -30,7 +28,6 @@ RATE_SECONDS = 300.0
 """The window of `rate now`."""
 POINT_SECONDS = 5.0
 """Points closer to each other than this are one."""
-MAX_DURATIONS = 1024
 WORKING_STATES = frozenset({"idle", "busy", "sick"})
 """States in which a batch may be expected of a worker that has work: not while it loads its model, is paused by a
 full spool, waits for Redis or the store, or drains; each of these has an alert of its own."""
@@ -62,8 +59,6 @@ class RunHistory(Frozen):
     """The first look, from which the mean rate counts."""
     points: tuple[Point, ...]
     """Of the last `RATE_SECONDS`, oldest first."""
-    batch_seconds: tuple[float, ...] = ()
-    """Times of the last batches, from one finished batch of a worker to its next."""
 
     def seen(self, point: Point) -> RunHistory:
         """With one more point; those that are too old, or close to the one before, are left out."""
@@ -71,18 +66,17 @@ class RunHistory(Frozen):
         if len(kept) >= 2 and kept[-1].at - kept[-2].at < POINT_SECONDS:
             kept.pop()
         restarted = point.num_tokens < self.first.num_tokens or point.at < self.first.at
-        return RunHistory(
-            first=point if restarted else self.first,
-            points=(point,) if restarted else (*kept, point),
-            batch_seconds=self.batch_seconds,
-        )
+        if restarted:
+            return RunHistory(first=point, points=(point,))
+        return RunHistory(first=self._first_without_idle_time(point), points=(*kept, point))
 
-    @property
-    def p99_seconds(self) -> float:
-        """99th percentile of the batch times (nearest rank); 0 before the first batch."""
-        if not self.batch_seconds:
-            return 0.0
-        return sorted(self.batch_seconds)[math.ceil(0.99 * len(self.batch_seconds)) - 1]
+    def _first_without_idle_time(self, point: Point) -> Point:
+        """A long time without a look and without progress is a pause, which the mean rate leaves out."""
+        last = self.points[-1]
+        gap = point.at - last.at
+        if gap <= RATE_SECONDS or point.num_tokens > last.num_tokens:
+            return self.first
+        return self.first.model_copy(update={"at": self.first.at + gap})
 
 
 class History(Versioned):
@@ -96,7 +90,7 @@ class History(Versioned):
     @classmethod
     def load(cls, connection: redis.Redis) -> Self:
         """The history as last saved; an empty one if there is none or another version's."""
-        raw = connection.get(KEY)
+        raw: Any = connection.get(KEY)
         if raw is None:
             return cls()
         try:
@@ -117,21 +111,14 @@ class History(Versioned):
         num_waiting: Mapping[str, int],
     ) -> History:
         """With one more look: the runs' totals, the workers' reports, the batches that wait in each run's queue."""
-        marks: dict[str, Mark] = {}
-        finished: dict[str, list[float]] = {}
-        for report in workers:
-            old = self.marks.get(report.target)
-            mark = _next_mark(old, report, at, num_waiting.get(report.run or "", 0))
-            marks[report.target] = mark
-            if old is not None and report.run and report.num_batches > old.num_batches and old.state == "busy":
-                count = report.num_batches - old.num_batches
-                finished.setdefault(report.run, []).extend(repeat((at - old.since) / count, min(count, 64)))
-        runs = {}
-        for run, point in totals.items():
-            known = self.runs.get(run)
-            history = known.seen(point) if known else RunHistory(first=point, points=(point,))
-            durations = tuple(chain(history.batch_seconds, finished.get(run, ())))[-MAX_DURATIONS:]
-            runs[run] = history.model_copy(update={"batch_seconds": durations})
+        marks = {
+            report.target: _next_mark(self.marks.get(report.target), report, at, num_waiting.get(report.run or "", 0))
+            for report in workers
+        }
+        runs = {
+            run: self.runs[run].seen(point) if run in self.runs else RunHistory(first=point, points=(point,))
+            for run, point in totals.items()
+        }
         return History(runs=runs, marks=marks)
 
     def stalled_seconds(self, report: WorkerReport, at: float) -> float:

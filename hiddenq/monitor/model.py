@@ -109,7 +109,6 @@ class DeadLetterStatus(Frozen):
 class RedisStatus(Frozen):
     """The server that holds the queues."""
 
-    version: str
     memory_bytes: int
     memory_max_bytes: int
     """0: no limit."""
@@ -129,6 +128,8 @@ class RunStatus(Frozen):
     run: str
     location: str
     model: str
+    state: Literal["live", "finished", "cancelled"]
+    """`finished`: its manifest is written."""
     at: float
     total: Totals
     """What the run is to have."""

@@ -27,7 +27,7 @@ _ORDER = {"critical": 0, "warning": 1, "info": 2}
 def find_problems(
     *,
     run: str,
-    complete: bool,
+    live: bool,
     num_left: int,
     num_dead_letters: int,
     p99_seconds: float,
@@ -39,7 +39,7 @@ def find_problems(
     """All problems of this moment, worst first; `num_left` is the number of batches not yet committed."""
     found = [
         *_of_redis(redis),
-        *_of_the_run(run, complete, num_left, num_dead_letters, workers, queues),
+        *_of_the_run(run, live, num_left, num_dead_letters, workers, queues),
         *(problem for worker in workers for problem in _of_a_worker(worker, p99_seconds)),
         *_stragglers(workers),
         *(problem for spool in spools for problem in _of_a_spool(spool, workers, queues)),
@@ -78,7 +78,7 @@ def _of_redis(redis: RedisStatus) -> Iterator[Problem]:
 
 def _of_the_run(
     run: str,
-    complete: bool,
+    live: bool,
     num_left: int,
     num_dead_letters: int,
     workers: Sequence[WorkerStatus],
@@ -90,7 +90,7 @@ def _of_the_run(
             what=f"{num_dead_letters:,} dead letter(s): batches set aside after their last attempt",
             do=f"see why: `hiddenq failed list --run {run}`; when it is mended: `hiddenq failed retry --run {run}`",
         )
-    if complete or num_left <= num_dead_letters:
+    if not live or num_left <= num_dead_letters:
         return
     gpu_workers = [worker for worker in workers if worker.role == "gpu_worker" and not worker.drained]
     has_work = any(queue.num_waiting or queue.num_started or queue.num_delayed for queue in queues)

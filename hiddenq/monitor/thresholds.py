@@ -18,6 +18,8 @@ UPLOAD_OLD_SECONDS = 600.0
 """A shard that has waited longer than this for its upload."""
 STARTING_SECONDS = 1800.0
 """A model that takes longer than this to load is not loading."""
+SPOOL_FRESH_SECONDS = 30.0
+"""A spool without a heartbeat for longer than this is away; its shards are made again much later."""
 
 
 def stall_limit_seconds(p99_seconds: float, floor_seconds: float = STALL_FLOOR_SECONDS) -> float:
