@@ -44,6 +44,9 @@ from hiddenq.delivery.transitions import Claim, Failure, RawClaim, Transitions, 
 STALLED_STATUS = 70
 """Exit status of a process that a stage held past its deadline."""
 
+STALL_GRACE_SECONDS = 20.0
+"""Longest time in which a stalled process tells Redis why it ends."""
+
 
 def worker_name(role: str) -> str:
     """A name that no other process has, whatever container or host it runs on."""
@@ -206,6 +209,14 @@ class Consumer(Generic[M]):
         with self._held.paused():
             yield
 
+    def execution_is_dead(self, execution: str) -> bool:
+        """Whether what an execution left behind (temporary files, unfinished uploads) may be swept.
+
+        False while this process has not watched Redis for a whole lease; True if it was not renewed for three leases,
+        and also if Redis knows nothing of it: the caller then looks at the age of the file.
+        """
+        return self._keeper.execution_is_dead(execution)
+
     # Ends of a claim
 
     def publish(self, claim: Claim[BatchJob], shard: ShardReady) -> None:
@@ -298,6 +309,9 @@ class Consumer(Generic[M]):
 
     def stall(self, held: Held[M]) -> NoReturn:
         """A stage is past its deadline: record it with all threads' tracebacks, hand back the rest, end the process."""
+        last_resort = threading.Timer(STALL_GRACE_SECONDS, os._exit, (STALLED_STATUS,))
+        last_resort.daemon = True
+        last_resort.start()
         claim, tracebacks = held.claim, all_threads()
         error = f"StageDeadline: {held.spent_seconds:.0f} s in stage {held.stage}"
         telemetry.logger().critical("stalled", job=claim.job_id, error=error, threads=tracebacks)

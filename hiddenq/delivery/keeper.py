@@ -60,6 +60,8 @@ class Keeper(Generic[M]):
         host: str,
     ) -> None:
         self.away = False
+        self.entry = ""
+        """Under what the process is expected: its role and target, the same after a restart."""
         self._moves = moves
         self._held = held
         self._consumer = consumer
@@ -69,12 +71,6 @@ class Keeper(Generic[M]):
         self._reaping = Reaping(client, moves.settings)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="keeper", daemon=True)
-
-    @property
-    def entry(self) -> str:
-        """Under what the process is expected: its role and target, the same after a restart."""
-        report = self._report()
-        return f"{report.role}:{report.target}"
 
     def start(self) -> None:
         """Begin."""
@@ -86,6 +82,10 @@ class Keeper(Generic[M]):
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def execution_is_dead(self, execution: str) -> bool:
+        """Whether what an execution left behind may be swept; False while the evidence is weak."""
+        return self._reaping.execution_is_dead(execution)
+
     def beat(self) -> None:
         """One heartbeat: registration, renewal, report, spool.
 
@@ -93,12 +93,13 @@ class Keeper(Generic[M]):
             RedisAway: it did not arrive.
         """
         report = self._report()
+        self.entry = f"{report.role}:{report.target}"
         with away_errors():
             beat = self._moves.beat(
                 worker=self._consumer.name,
                 queues=self._consumer.queues,
                 fields=self._worker_fields(),
-                entry=f"{report.role}:{report.target}",
+                entry=self.entry,
                 report=report.to_json(),
                 spool_id=report.spool_id,
                 host=self._host,

@@ -53,7 +53,14 @@ class Watch:
         if self._last is None or self._is_break(self._last, look):
             self._since = look.own_seconds
         self._last = look
-        return self._since is not None and look.own_seconds - self._since >= self._settings.lease_seconds
+        return self.is_long_enough
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether a whole lease had been watched without a break at the last look."""
+        if self._last is None or self._since is None:
+            return False
+        return self._last.own_seconds - self._since >= self._settings.lease_seconds
 
     def restart(self) -> None:
         """Begin watching anew."""
@@ -107,6 +114,10 @@ class Reaping:
         except RedisAway:
             self._watch.restart()
             raise
+
+    def execution_is_dead(self, execution: str) -> bool:
+        """Whether an execution was not renewed for three leases; False while the evidence is weak."""
+        return self._watch.is_long_enough and execution_is_dead(self._client, execution, self._settings)
 
     def _once(self) -> Reaped | None:
         pipeline = self._client.pipeline(transaction=False)
@@ -167,6 +178,10 @@ class Reaper:
         """Start reaping."""
         self._thread.start()
 
+    def execution_is_dead(self, execution: str) -> bool:
+        """Whether what an execution left behind may be swept; False while the evidence is weak."""
+        return self._reaping.execution_is_dead(execution)
+
     def close(self) -> None:
         """Stop reaping."""
         self._closing.set()
@@ -196,7 +211,8 @@ def execution_is_dead(client: redis.Redis, execution: str, settings: DeliverySet
     """Whether an execution has not been renewed for three leases, so that what it left behind may be swept.
 
     True as well if Redis knows nothing of it (a day has passed, or Redis was wiped): the caller must then see that the
-    file itself is older than three leases, which a live execution's never is without a renewal.
+    file itself is older than three leases. Where Redis may just have come back, ask `Consumer.execution_is_dead` or
+    `Reaper.execution_is_dead` instead: they call nobody dead on weak evidence.
     """
     pipeline: Any = client.pipeline(transaction=False)
     pipeline.time()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import redis
+from pydantic import Field
 
 from hiddenq.contracts import names
 from hiddenq.contracts.base import Frozen
@@ -33,7 +34,7 @@ class RunRecord(Frozen):
     store: dict[str, Any]
     """The store's settings."""
     delivery: DeliverySettings
-    options: dict[str, Any]
+    options: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def run(self) -> str:

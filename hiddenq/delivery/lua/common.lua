@@ -108,15 +108,17 @@ local function count(job, execution, field)
   end
 end
 
--- One entry of the job's results stream. `story` gives number, error, device and exc (base64 of zlib, as RQ writes it).
+-- One entry of the job's results stream. `story` gives number, error, exc (base64 of zlib, as RQ writes it) and, if they
+-- are not those of the execution's own hash, worker, host and device.
 local function record(job, execution, kind, story)
   local found = redis.call('HMGET', 'rq:execution:' .. job .. ':' .. execution, 'worker_name', 'created_at', 'host', 'device')
-  local fields = { 'type', kind, 'worker_name', found[1] or '', 'execution_id', execution,
+  local worker = story and story.worker or found[1] or ''
+  local fields = { 'type', kind, 'worker_name', worker, 'execution_id', execution,
     'execution_started_at', found[2] or precise(now), 'execution_ended_at', precise(now) }
   if story then
     local device = story.device and story.device ~= '' and story.device or found[4]
     for _, pair in ipairs({ { 'exc_string', story.exc }, { 'error', story.error }, { 'number', story.number },
-      { 'host', found[3] }, { 'device', device } }) do
+      { 'host', story.host or found[3] }, { 'device', device } }) do
       if pair[2] then
         fields[#fields + 1], fields[#fields + 2] = pair[1], pair[2]
       end
@@ -137,8 +139,19 @@ local function lift(job, queue)
   end
 end
 
--- -> queued. `front`: before all others.
+-- Removes a job and what is known of it.
+local function erase(job, queue)
+  lift(job, queue)
+  redis.call('DEL', 'rq:job:' .. job, 'rq:results:' .. job, 'rq:executions:' .. job)
+end
+
+-- -> queued; `front`: before all others. A batch of a cancelled run is removed instead.
 local function wait(job, queue, front)
+  local run = get(job, 'run')
+  if run and queue == 'hiddenq-extract-' .. run and redis.call('HGET', 'hiddenq:run:' .. run, 'state') == 'cancelled' then
+    erase(job, queue)
+    return
+  end
   lift(job, queue)
   redis.call('HSET', 'rq:job:' .. job, 'status', 'queued', 'enqueued_at', iso(now), 'started_at', '', 'ended_at', '',
     'worker_name', '')
@@ -178,12 +191,6 @@ local function complete(job, queue, execution, kept)
     redis.call('EXPIRE', 'rq:job:' .. job, kept)
     redis.call('EXPIRE', 'rq:results:' .. job, kept)
   end
-end
-
--- Removes a job and what is known of it.
-local function erase(job, queue)
-  lift(job, queue)
-  redis.call('DEL', 'rq:job:' .. job, 'rq:results:' .. job, 'rq:executions:' .. job)
 end
 
 -- The upload job needs its file no more.

@@ -21,6 +21,7 @@ end
 
 local queue = get(a.job, 'origin')
 local execution = a.execution or ''
+local by = redis.call('HMGET', 'rq:execution:' .. a.job .. ':' .. execution, 'worker_name', 'host')
 if a.execution then
   release(a.job, a.execution)
 else
@@ -41,7 +42,7 @@ if redis.call('EXISTS', 'rq:job:' .. a.extract_job) == 0 then
 end
 local remakes = redis.call('HINCRBY', 'rq:job:' .. a.extract_job, 'remakes', 1)
 local dead = remakes > a.max_remakes
-record(a.extract_job, execution, dead and FAILED or RETRIED, { number = remakes, error = a.error, exc = a.exc })
+record(a.extract_job, execution, dead and FAILED or RETRIED, { number = remakes, error = a.error, exc = a.exc, worker = by[1], host = by[2] })
 if dead then
   bury(a.extract_job, a.extract_queue, a.reason)
   return 'dead'
