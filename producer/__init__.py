@@ -9,7 +9,9 @@ supervised, `pool` does the three in parallel, `spill` keeps the tokens on disk,
 `parts` writes them out.
 """
 
+from producer.job import Progress
 from producer.prepare import Prepared, prepare
+from producer.report import PlanReport, plan
 from producer.settings import ProducerSettings
 
-__all__ = ["Prepared", "ProducerSettings", "prepare"]
+__all__ = ["PlanReport", "Prepared", "ProducerSettings", "Progress", "plan", "prepare"]
