@@ -3,7 +3,7 @@
 Promise to tests: `kill()` is kill -9, `restart()` comes back on the same port with what the append-only file holds,
 `pause()` is SIGSTOP; nothing is left running when the fixture ends.
 
-    from tests.support.redis_server import RedisServer, redis_server, redis_client   # the fixtures
+    from tests.support.redis_server import redis_client, redis_server, shared_redis_server   # in a conftest.py
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ class RedisServer:
 
 
 @pytest.fixture(scope="session")
-def _shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def shared_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
 
 @pytest.fixture
-def redis_server(_shared_server: RedisServer) -> RedisServer:
+def redis_server(shared_redis_server: RedisServer) -> RedisServer:
     """A running server, shared by the session and emptied for each test. Don't kill this one."""
-    with _shared_server.client() as client:
+    with shared_redis_server.client() as client:
         client.flushall()
-    return _shared_server
+    return shared_redis_server
 
 
 @pytest.fixture
