@@ -14,6 +14,7 @@ from typing import cast, get_args
 from hiddenq.doctor.diagnose import DoctorSettings, Role, diagnose
 from hiddenq.doctor.findings import exit_status, render
 from hiddenq.storage import StoreSettings
+from hiddenq.telemetry import configure_logging
 
 
 def main() -> int:
@@ -22,6 +23,7 @@ def main() -> int:
     if role not in get_args(Role):
         print(f"usage: python -m hiddenq.doctor {'|'.join(get_args(Role))}", file=sys.stderr)
         return 2
+    configure_logging(stage="doctor")
     environment = {name.removeprefix("HIDDENQ_"): value for name, value in os.environ.items() if value}
     settings = DoctorSettings(
         role=role,

@@ -10,17 +10,24 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from hiddenq.contracts.errors import HiddenqError
+from hiddenq.contracts.errors import HiddenqError, RedisAway
 from hiddenq.delivery.connection import connect
 from hiddenq.doctor.findings import Finding, error, ok, warning
 
 WAIT_SECONDS = 5.0
 SKEW_SECONDS = 5.0
 FULL_SHARE = 0.8
+CHECK_PASSWORD = (
+    "the user in the address (redis://worker@…) and the password file must be of one role; this machine's own: docker "
+    "compose run --rm credentials show join, in deploy/ on the machine of the queue"
+)
 START_REDIS = "docker compose up -d redis in deploy/ on the machine of the queue, and see docker compose logs redis"
 
 
@@ -28,8 +35,11 @@ def check_queue(url: str, *, clock: Callable[[], float] = time.time) -> Iterator
     """What is wrong with the Redis at `url`; the password comes from the environment, as always."""
     try:
         client = connect(url, wait_seconds=WAIT_SECONDS)
+    except RedisAway as away:
+        yield error(str(away), "every stage waits for Redis", START_REDIS)
+        return
     except HiddenqError as refusal:
-        yield error(str(refusal), "every stage waits for Redis, or is refused by it", START_REDIS)
+        yield error(str(refusal), "every stage is refused by it", CHECK_PASSWORD)
         return
     with client:
         info = client.info()
@@ -73,8 +83,7 @@ def check_exposure(url: str) -> Iterator[Finding]:
                 "deploy/compose.tls.yaml and a rediss:// address",
             )
     try:
-        with redis.Redis(host=host, port=port, ssl=parts.scheme == "rediss", ssl_cert_reqs="none",
-                         socket_timeout=3, socket_connect_timeout=3) as stranger:  # fmt: skip
+        with _stranger(host, port, tls=parts.scheme == "rediss") as stranger:
             stranger.ping()
     except redis.RedisError:
         yield ok("Redis answers nobody without a password")
@@ -84,6 +93,14 @@ def check_exposure(url: str) -> Iterator[Finding]:
             "whoever reaches the port can empty the queue or read every run",
             "set requirepass, or better an access list such as deploy/redis/users.acl.in",
         )
+
+
+def _stranger(host: str, port: int, *, tls: bool) -> redis.Redis:
+    """A client without user and password, which gives up at once."""
+    options: dict[str, Any] = {"socket_timeout": 3, "socket_connect_timeout": 3, "retry": Retry(NoBackoff(), 0)}
+    if tls:
+        options |= {"ssl": True, "ssl_cert_reqs": "none"}
+    return redis.Redis(host=host, port=port, **options)
 
 
 def _clock(client: redis.Redis, clock: Callable[[], float]) -> Iterator[Finding]:

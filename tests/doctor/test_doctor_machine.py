@@ -1,0 +1,180 @@
+"""Promises of the doctor about everything but GPUs: spool and disk against the plan, clocks, Redis, store, model."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hiddenq.contracts.errors import StoreAway
+from hiddenq.contracts.run import RunConfig
+from hiddenq.doctor import DoctorSettings, Finding, diagnose
+from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool, file_system
+from hiddenq.doctor.location import check_location, check_store_clock, remaining_bytes
+from hiddenq.doctor.model import check_kernels, check_model
+from hiddenq.doctor.queue import check_exposure, check_queue
+from hiddenq.storage import StoreSettings, open_store
+from tests.support.made_run import make_run
+from tests.support.redis_server import RedisServer
+from tests.support.s3_server import S3Server
+
+GIB = 1 << 30
+Usage = namedtuple("Usage", "total used free")
+
+
+def whats(findings: list[Finding], level: str) -> str:
+    for finding in findings:
+        assert finding.level == "ok" or (finding.why and finding.remedy), finding
+    return "\n".join(finding.what for finding in findings if finding.level == level)
+
+
+def test_a_spool_too_small_for_the_plans_shards_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(20 * GIB, 13 * GIB, 7 * GIB))
+    assert "7.0 GiB free, 8.0 GiB wanted" in whats(list(check_spool(tmp_path, max_shard_bytes=GIB)), "error")
+    assert not whats(list(check_spool(tmp_path, max_shard_bytes=GIB // 2)), "error")
+
+
+def test_a_spool_on_a_network_or_in_a_containers_layer_is_a_warning(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    for kind, words in (("nfs4", "on a network file system (nfs4)"), ("overlay", "in the container's own layer")):
+        mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
+        assert words in whats(list(check_spool(tmp_path, max_shard_bytes=1, mounts=mounts)), "warning")
+    assert file_system(Path("/etc"), mounts) == "ext4"
+
+
+def test_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
+    assert check_shared_memory(tmp_path).remedy.startswith("shm_size: 1g")
+
+
+def test_a_cache_that_forbids_running_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_cache(tmp_path).level == "ok"
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert "mounted noexec" in check_cache(tmp_path / "triton").what
+
+
+def test_a_healthy_redis_is_well(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", redis_server.password)
+    findings = list(check_queue(redis_server.bare_url))
+    assert [finding.level for finding in findings] == ["ok"] * 3
+    assert "answers nobody without a password" in findings[-1].what
+
+
+def test_a_skewed_clock_is_a_warning_that_says_which_way(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", redis_server.password)
+    ahead = list(check_queue(redis_server.bare_url, clock=lambda: time.time() + 40))
+    assert "40 s ahead of Redis's" in whats(ahead, "warning")
+
+
+def test_redis_that_refuses_us_is_an_error_without_a_secret_in_it(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", "planted-wrong-password")
+    (finding,) = check_queue(redis_server.bare_url)
+    assert finding.level == "error"
+    assert "HIDDENQ_REDIS_PASSWORD" in finding.what
+    assert "planted" not in repr(finding)
+
+
+def test_an_eviction_policy_is_an_error_and_missing_durability_or_password_a_warning(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "open", password="", **{"appendonly": "no"})
+    try:
+        text = whats(list(check_queue(server.bare_url)), "warning")
+        assert "keeps no append-only file" in text
+        assert "answers without a password" in text
+        with server.client() as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        assert "maxmemory-policy allkeys-lru, which drops jobs" in whats(list(check_queue(server.bare_url)), "error")
+    finally:
+        server.stop()
+
+
+def test_redis_at_a_public_address_is_a_warning_and_in_the_clear_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiddenq.doctor.queue._addresses", lambda host, port: ["8.8.8.8"])
+    # Nobody listens there: the address alone decides.
+    findings = list(check_exposure("redis://127.0.0.1:1/0"))
+    assert "public address (8.8.8.8)" in whats(findings, "warning")
+    assert "in the clear" in whats(findings, "error")
+    assert not whats(list(check_exposure("rediss://127.0.0.1:1/0")), "error")
+
+
+def test_the_stores_clock_is_read_even_from_a_refusal(s3_server: S3Server) -> None:
+    assert whats(list(check_store_clock(s3_server.endpoint_url)), "ok")
+    for skew, level in ((-120.0, "warning"), (-1200.0, "error")):
+        findings = list(check_store_clock(s3_server.endpoint_url, clock=lambda skew=skew: time.time() + skew))  # type: ignore[misc]
+        assert f"{-skew:.0f} s behind the store's" in whats(findings, level)
+
+
+def test_a_store_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert whats(list(check_location(str(tmp_path / "file" / "run"), StoreSettings())), "error")
+
+    def away(self: object) -> None:
+        raise StoreAway("s3://b/p: no answer")
+
+    monkeypatch.setattr("hiddenq.storage.local.LocalStore.probe", away)
+    assert "no answer" in whats(list(check_location(str(tmp_path), StoreSettings())), "error")
+
+
+def test_room_is_compared_with_what_the_run_still_has_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_run(tmp_path / "run").config
+    assert remaining_bytes(config, open_store(tmp_path / "run")) == 0  # all of it is there
+    for shard in (tmp_path / "run/states").iterdir():
+        shard.unlink()
+    left = remaining_bytes(config, open_store(tmp_path / "run"))
+    assert left > 0
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(left, 1, left - 1))
+    assert "the run still needs" in whats(list(check_location(str(tmp_path / "run"), StoreSettings())), "error")
+
+
+def checkpoint(folder: Path, num_bytes: int, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(num_bytes)
+    return folder
+
+
+def test_a_model_that_does_not_fit_is_an_error_and_a_close_fit_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/cc")
+    folder = checkpoint(tmp_path / "model", 54 * GIB, model_type="qwen3")
+    assert "does not fit" in whats(list(check_model(folder, [80 * GIB, 48 * GIB])), "error")
+    assert "fits closely" in whats(list(check_model(folder, [55 * GIB])), "warning")
+    assert "fits: weights 54.0 GiB" in whats(list(check_model(folder, [80 * GIB])), "ok")
+    assert not whats(list(check_model(folder, [48 * GIB], gpus_per_worker=2)), "error")
+
+
+def test_the_runs_largest_batch_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/cc")
+    run: RunConfig = make_run(tmp_path / "run").config.model_copy(update={"token_budget": 1 << 24})
+    folder = checkpoint(tmp_path / "model", GIB, model_type="qwen3")
+    assert "fits closely" in whats(list(check_model(folder, [5 * GIB], run=run)), "warning")
+
+
+def test_a_hybrid_without_fast_kernels_and_a_missing_compiler_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("hiddenq.doctor.model.find_spec", lambda _: None)
+    findings = list(check_kernels({"model_type": "qwen3_next", "layer_types": ["linear_attention"]}, on_gpu=True))
+    assert "no C compiler" in whats(findings, "error")
+    assert "fast kernels are not installed" in whats(findings, "warning")
+    assert not list(check_kernels({"model_type": "llama"}, on_gpu=False))
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
+    assert "holds no checkpoint" in whats(list(check_model(tmp_path, [])), "error")
+
+
+def test_a_role_is_asked_only_what_it_needs(tmp_path: Path) -> None:
+    assert diagnose(DoctorSettings(role="upload")) == []
+    names = " ".join(finding.what for finding in diagnose(DoctorSettings(role="worker", devices="cpu", spool=tmp_path)))
+    assert "spool" in names
+    assert "NVIDIA" not in names
