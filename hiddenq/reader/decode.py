@@ -30,6 +30,18 @@ _BY_SAFETENSORS = {
 }
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """A safetensors dtype as torch's.
+
+    Raises:
+        DamagedShard: no dtype that hiddenq writes.
+    """
+    try:
+        return _BY_SAFETENSORS[name]
+    except KeyError:
+        raise DamagedShard(f"dtype {name[:20]!r} is none of {', '.join(_BY_SAFETENSORS)}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sample: tokens, mask and states, without padding."""
@@ -65,7 +77,7 @@ def sample_tensors(buffer: torch.Tensor, shard_format: ShardFormat, sample_id: i
         part = buffer[spec.begin : spec.end]
         if part.storage_offset() % ITEM_BYTES[spec.dtype]:
             part = part.clone()  # fp8 scales of an odd count leave what follows off its alignment
-        tensors[spec.name.partition(".")[2]] = part.view(_BY_SAFETENSORS[spec.dtype]).view(spec.shape)
+        tensors[spec.name.partition(".")[2]] = part.view(torch_dtype(spec.dtype)).view(spec.shape)
     return tensors
 
 

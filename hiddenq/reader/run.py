@@ -7,6 +7,7 @@ A sample costs one ranged read of exactly its bytes.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.reader.decode import Sample, decode_sample
 from hiddenq.reader.index import Integers, SampleIndex, read_index, scan_shards
+from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_batches, load_run_json, read_token_rows
 
@@ -160,12 +162,21 @@ class Run:
             counts.update((row.sample_id, int(row.loss_mask.sum())) for row in rows)
         return np.array([counts[sample_id] for sample_id in self.index.sample_ids.tolist()], np.int64)
 
+    @functools.cached_property
+    def target_head(self) -> HeadWeights:
+        """Norm, lm_head and embedding of the target: `run.target_head.logits(sample.final_hidden_state)`.
+
+        Raises:
+            UsageError: the run was made without `--target-head`.
+        """
+        return HeadWeights(self.store, self.config)
+
     def batches(self) -> list[BatchPlan]:
         """The batches of the plan, in plan order."""
         return load_batches(self.store)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_local": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_local", "target_head")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,8 +1,8 @@
 """A run as a stream of samples in a seeded order, read ahead.
 
 Invariant: the order of an epoch is one permutation of all samples, a function of seed and epoch alone; rank r of R
-takes every R-th of it from the r-th on, and worker w of W every W-th of those. So the parts of all ranks and workers are
-disjoint and together complete, and a position within a part is all that is needed to go on from there. At most
+takes every R-th of it from the r-th on, and worker w of W every W-th of those. So the parts of all ranks and workers
+are disjoint and together complete, and a position within a part is all that is needed to go on from there. At most
 `prefetch_bytes` of samples (or a single one) are read ahead, whatever the length of the stream.
 """
 
