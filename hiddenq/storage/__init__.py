@@ -9,6 +9,7 @@ Consumes files and bytes, produces objects under one location; imports `hiddenq.
 """
 
 from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.local import LocalStore
 from hiddenq.storage.location import open_store
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.spool import Spool, SpoolEntry, SpoolFile, SpoolUsage
@@ -16,6 +17,7 @@ from hiddenq.storage.store import ObjectInfo, ObjectStore, StoreCapabilities, St
 
 __all__ = [
     "BandwidthLimit",
+    "LocalStore",
     "ObjectInfo",
     "ObjectStore",
     "Spool",

@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 
 from hiddenq.contracts import checksum as crc
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, StoreAway, StoreRefused
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities
@@ -125,17 +126,18 @@ class LocalStore:
         except OSError as error:
             raise StoreRefused(f"{self.uri}: can't be read: {error.strerror}") from error
 
-    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
         num_removed = 0
         with self._errors(""):
-            for folder, _, names in _walk_folders(self.folder):
-                for name in names:
+            for folder, _, found in _walk_folders(self.folder):
+                for name in found:
                     path = Path(folder, name)
-                    execution = temporary_execution(name)
-                    if execution is None or not _older_than(path, UNFINISHED_SECONDS) or not is_dead(execution):
+                    if temporary_execution(name) is None or not _older_than(path, UNFINISHED_SECONDS):
                         continue
-                    path.unlink(missing_ok=True)
-                    num_removed += 1
+                    target = name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
+                    if names.parse_shard_name(target) is None or is_abandoned(target):
+                        path.unlink(missing_ok=True)
+                        num_removed += 1
         return num_removed
 
     def _path(self, key: str) -> Path:
@@ -147,9 +149,9 @@ class LocalStore:
         return target.with_name(f"{TEMPORARY_PREFIX}{execution or secrets.token_hex(4)}-{target.name}")
 
     def _walk(self, top: Path) -> Iterator[str]:
-        for folder, _, names in _walk_folders(top):
+        for folder, _, found in _walk_folders(top):
             inside = os.path.relpath(folder, self.folder)
-            for name in names:
+            for name in found:
                 if not name.startswith("."):
                     yield name if inside == "." else f"{inside}/{name}"
 
@@ -294,9 +296,9 @@ def _info(key: str, path: Path) -> ObjectInfo:
 
 def _walk_folders(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` without folders that start with a dot (a run's own state lies there)."""
-    for folder, folders, names in os.walk(top):
+    for folder, folders, found in os.walk(top):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield folder, folders, names
+        yield folder, folders, found
 
 
 def _older_than(path: Path, seconds: float) -> bool:

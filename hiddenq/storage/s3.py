@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -75,7 +76,10 @@ class S3Store:
                 self._put_whole(key, source, path.name, checksum, num_bytes)
             else:
                 self._put_parts(key, source, path.name, checksum, num_bytes)
-        return self._confirm(key, checksum, num_bytes)
+        began = time.monotonic()
+        info = self._confirm(key, checksum, num_bytes)
+        self._observer.confirmed(time.monotonic() - began)
+        return info
 
     def put_bytes(self, key: str, data: bytes) -> None:
         self._put(key, memoryview(data), crc.of_bytes(data))
@@ -127,13 +131,14 @@ class S3Store:
         except ObjectMissing as error:
             raise StoreRefused(f"{self.uri}: no such bucket; create it, or check its name") from error
 
-    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
         num_aborted = 0
         for page in self._pages("list_multipart_uploads", _NEXT_UPLOADS, Prefix=self._prefix + names.STATES_PREFIX):
             now = page["ResponseMetadata"]["HTTPHeaders"].get("date")
             for upload in page.get("Uploads", ()):
-                parsed = names.parse_shard_name(upload["Key"].removeprefix(self._prefix))
-                if parsed is None or _age_seconds(now, upload) < UNFINISHED_SECONDS or not is_dead(parsed[1]):
+                name = upload["Key"].removeprefix(self._prefix + names.STATES_PREFIX)
+                old = _age_seconds(now, upload) > UNFINISHED_SECONDS
+                if not (old and names.parse_shard_name(name) and is_abandoned(name)):
                     continue
                 num_aborted += self._abort(upload["Key"], upload["UploadId"])
         return num_aborted

@@ -209,12 +209,13 @@ class Spool:
             paused=self._paused(),
         )
 
-    def sweep(self, is_dead: Callable[[str], bool]) -> list[str]:
-        """Remove temporaries whose execution is dead; returns their names."""
+    def sweep(self, is_dead: Callable[[str], bool], *, min_age_seconds: float = 0.0) -> list[str]:
+        """Remove temporaries of at least that age whose execution is dead; returns their names."""
         removed = []
-        for name, _ in self._scan(self.folder):
+        for name, status in self._scan(self.folder):
             execution = temporary_execution(name)
-            if execution is not None and is_dead(execution):
+            old = time.time() - status.st_mtime >= min_age_seconds
+            if execution is not None and old and is_dead(execution):
                 (self.folder / name).unlink(missing_ok=True)
                 removed.append(name)
         return removed

@@ -42,6 +42,9 @@ class StoreObserver:
     def retried(self, error: str) -> None:
         """A request is tried again after an error of that code."""
 
+    def confirmed(self, seconds: float) -> None:
+        """An object was shown to be what was sent, in so many seconds."""
+
     def abort_failed(self, key: str) -> None:
         """A multipart upload could not be aborted; its parts are billed until it is."""
 
@@ -111,6 +114,9 @@ class ObjectStore(Protocol):
         """Raise `StoreRefused` unless the location exists and may be read."""
         ...
 
-    def abort_unfinished(self, is_dead: Callable[[str], bool]) -> int:
-        """Remove what interrupted uploads left, if their execution is dead; returns how many."""
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
+        """Remove what interrupted uploads left; returns how many.
+
+        `is_abandoned` is asked with a shard's file name, and only for uploads that began more than 10 minutes ago.
+        """
         ...

@@ -1,0 +1,174 @@
+"""The end of a run: index, dead letters, manifest; no twins left.
+
+Invariant: the manifest is written last and describes what was in the store when it was written, because its writer
+holds the run's finishing lock until then, and takes the old manifest away before it touches the index. Finishing again
+with nothing new changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+import redis
+from redis.exceptions import LockError
+from redis.lock import Lock
+
+from hiddenq import telemetry
+from hiddenq.contracts import checksum as crc
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import BadMessage, MissingShard, ObjectMissing, TransientError, UnknownSchema
+from hiddenq.contracts.manifest import BatchPlan, DeadLetter, Manifest
+from hiddenq.contracts.messages import LedgerEntry
+from hiddenq.contracts.shard import ShardFormat
+from hiddenq.delivery import Ledger, RunRecord, dead_letters, mark_finished, self_checks
+from hiddenq.delivery.connection import away_errors
+from hiddenq.storage import ObjectStore
+from hiddenq.storage.runfiles import load_batches
+from uploader.index import build_index
+
+LOCK_SECONDS = 60.0
+"""The finishing lock outlives its last renewal by this; it is renewed between any two steps."""
+
+
+def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Manifest:
+    """Write `index.parquet`, `dead_letters.jsonl` and `manifest.json` for what is committed now.
+
+    `complete` is true if every batch is committed; then the run is marked finished. Concurrent callers take turns.
+
+    Raises:
+        MissingShard: a committed shard is not in the store.
+        TransientError: the finishing lock was lost on the way; call again.
+        RedisAway, StoreAway: call again later.
+    """
+    with away_errors(), _finishing(client, record.run) as lock:
+        entries = Ledger(client, record.run).entries()
+        letters = dead_letters(client, record.run)
+        batches = load_batches(store)
+        remove_losers(store, entries)
+        index = build_index(
+            store, ShardFormat.of_run(record.config), batches, entries, still_mine=lambda: _renew(lock, record.run)
+        )
+        checks = self_checks(client, record.run)
+        manifest = _manifest(record, batches, entries, letters, crc.of_bytes(index)).model_copy(
+            update={"self_checks": tuple(checks)}
+        )
+        existing = load_manifest(store)
+        if existing and _same(existing, manifest):
+            manifest = existing
+        else:
+            _renew(lock, record.run)
+            store.delete(names.MANIFEST)
+            store.put_bytes(names.INDEX, index)
+            _write_letters(store, letters)
+            _renew(lock, record.run)
+            store.put_bytes(names.MANIFEST, manifest.model_dump_json(indent=2).encode() + b"\n")
+        if manifest.complete:
+            mark_finished(client, record.run)
+    telemetry.logger().info(
+        "run_finished",
+        run=record.run,
+        complete=manifest.complete,
+        batches=manifest.num_batches_committed,
+        dead_letters=len(manifest.dead_letters),
+    )
+    return manifest
+
+
+def load_manifest(store: ObjectStore) -> Manifest | None:
+    """The manifest at a location; None if there is none, or none that this hiddenq can read."""
+    try:
+        return Manifest.parse(store.get_bytes(names.MANIFEST))
+    except (ObjectMissing, BadMessage, UnknownSchema):
+        return None
+
+
+def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int:
+    """Remove shards that lost to another of their batch; returns how many.
+
+    Shards of batches that are not committed are left: they may be on their way into the ledger.
+
+    Raises:
+        MissingShard: a committed shard is not there, or not of its size.
+    """
+    sizes = {entry.key: entry.num_bytes for entry in entries.values()}
+    num_removed = 0
+    for info in store.list(names.STATES_PREFIX):
+        parsed = names.parse_shard_name(info.key)
+        if info.key in sizes:
+            if info.num_bytes != sizes[info.key]:
+                raise MissingShard(f"{info.key}: committed with {sizes[info.key]} bytes, found {info.num_bytes}")
+            del sizes[info.key]
+        elif parsed and parsed[0] in entries:
+            store.delete(info.key)
+            telemetry.logger().info("twin_removed", key=info.key, committed=entries[parsed[0]].execution)
+            num_removed += 1
+    if sizes:
+        raise MissingShard(
+            f"{store.uri}: {len(sizes)} committed shards are gone from the store, first {min(sizes)}; "
+            "`hiddenq verify` lists them"
+        )
+    return num_removed
+
+
+def _manifest(
+    record: RunRecord,
+    batches: Sequence[BatchPlan],
+    entries: Mapping[str, LedgerEntry],
+    letters: Sequence[DeadLetter],
+    index_checksum: str,
+) -> Manifest:
+    config = record.config
+    committed = [entries[batch.batch_id] for batch in batches if batch.batch_id in entries]
+    dead = sorted({letter.batch.batch_id for letter in letters} - entries.keys())
+    return Manifest(
+        run=record.run,
+        complete=len(committed) == len(batches),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        num_rows=config.num_rows,
+        num_rejected=config.num_rejected,
+        num_samples=config.num_samples,
+        num_samples_committed=sum(entry.num_samples for entry in committed),
+        num_tokens=config.num_tokens,
+        num_tokens_committed=sum(entry.num_tokens for entry in committed),
+        num_batches=len(batches),
+        num_batches_committed=len(committed),
+        num_bytes=sum(entry.num_bytes for entry in committed),
+        index_checksum=index_checksum,
+        plan_digest=config.plan_digest,
+        dead_letters=tuple(dead),
+        self_checks=(),
+    )
+
+
+def _same(existing: Manifest, manifest: Manifest) -> bool:
+    """Whether two manifests say the same; when they were written is no difference."""
+    return existing == manifest.model_copy(update={"created_at": existing.created_at})
+
+
+def _write_letters(store: ObjectStore, letters: Sequence[DeadLetter]) -> None:
+    if letters:
+        lines = "".join(letter.model_dump_json() + "\n" for letter in letters)
+        store.put_bytes(names.DEAD_LETTERS, lines.encode())
+    else:
+        store.delete(names.DEAD_LETTERS)
+
+
+@contextlib.contextmanager
+def _finishing(client: redis.Redis, run: str) -> Iterator[Lock]:
+    """Hold the run's finishing lock."""
+    lock = client.lock(f"hiddenq:run:{run}:finishing", timeout=LOCK_SECONDS, sleep=0.2)
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        with contextlib.suppress(LockError):
+            lock.release()
+
+
+def _renew(lock: Lock, run: str) -> None:
+    try:
+        lock.reacquire()
+    except LockError as error:
+        raise TransientError(f"run {run}: another process is finishing it now") from error

@@ -1,0 +1,187 @@
+"""Spool, queue, ledger and store compared, at a start and every few minutes.
+
+Invariant: nothing is removed that a living process may still need. A finished file is touched only if no upload job
+names it, it is older than three leases, and its execution has been dead for as long; a half-done upload only if its
+shard's upload job is not live. What no one needs is adopted (its upload job made anew) if its batch is open, and
+removed if it is not; each with a log line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import redis
+
+from hiddenq import telemetry
+from hiddenq.contracts import checksum as crc
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import DamagedShard, MissingShard, UsageError, UserError
+from hiddenq.contracts.manifest import BatchPlan
+from hiddenq.contracts.messages import ShardReady
+from hiddenq.contracts.shard import header_num_bytes, parse_header
+from hiddenq.delivery import (
+    DeliverySettings,
+    dead_letters,
+    execution_is_dead,
+    list_runs,
+    restore_uploads,
+    run_state,
+    spool_file_names,
+)
+from hiddenq.delivery.connection import away_errors, text
+from hiddenq.storage import Spool, SpoolEntry
+from hiddenq.storage.runfiles import load_batches
+from uploader.runs import OpenRun, Runs
+
+UNKNOWN_RUN_SECONDS = 3600.0
+"""A shard of a run that Redis does not know waits so long for the run to come back."""
+_LIVE = frozenset({"queued", "started", "scheduled"})
+
+
+class Orphan(NamedTuple):
+    """A finished file that no upload job names."""
+
+    entry: SpoolEntry
+    run: str
+    batch_id: str
+    execution: str
+    data_offset: int
+
+
+class Reconciler:
+    """Looks after one spool and the runs whose shards pass through it."""
+
+    def __init__(self, client: redis.Redis, spool: Spool, runs: Runs, settings: DeliverySettings) -> None:
+        self._client = client
+        self._spool = spool
+        self._runs = runs
+        self._patience_seconds = 3 * settings.lease_seconds
+        self._settings = settings
+        self._log = telemetry.logger().bind(spool=spool.spool_id)
+
+    def once(self) -> None:
+        """Compare and mend.
+
+        Raises:
+            RedisAway, StoreAway: not everything was looked at; the next time will do.
+        """
+        for run in self._live_runs():
+            self._set_aside_dead_uploads(run)
+            self._sweep_store(run)
+        for orphan in self._orphans():
+            self._settle(orphan)
+        for name in self._spool.sweep(self._is_dead, min_age_seconds=self._patience_seconds):
+            self._log.info("temporary_removed", file=name)
+
+    def _live_runs(self) -> Iterator[OpenRun]:
+        for record in list_runs(self._client):
+            if run_state(self._client, record.run) != "live":
+                continue
+            try:
+                yield self._runs.get(record.run)
+            except UserError as error:
+                self._log.debug("run_left_alone", run=record.run, error=str(error))
+
+    def _set_aside_dead_uploads(self, run: OpenRun) -> None:
+        """A shard whose upload was given up lies outside the marks, or the spool would stay full for ever."""
+        queue = names.upload_queue(self._spool.spool_id)
+        dead = {letter.batch.batch_id for letter in dead_letters(self._client, run.record.run) if letter.queue == queue}
+        if not dead:
+            return
+        for entry in self._spool.files():
+            batch_id, _ = _parse(entry.file_name)
+            if batch_id in dead and self._header(entry).run == run.record.run:
+                self._spool.quarantine(entry.file_name, "upload given up")
+                self._log.warning("dead_upload_set_aside", file=entry.file_name)
+
+    def _sweep_store(self, run: OpenRun) -> None:
+        def is_abandoned(file_name: str) -> bool:
+            batch_id, execution = _parse(file_name)
+            job = names.upload_job_id(run.record.run, batch_id, execution)
+            with away_errors():
+                status = text(self._client.hget(f"rq:job:{job}", "status") or b"")
+            return status not in _LIVE and self._is_dead(execution)
+
+        if num_removed := run.store.abort_unfinished(is_abandoned):
+            self._log.info("unfinished_uploads_removed", run=run.record.run, num=num_removed)
+
+    def _orphans(self) -> Iterator[Orphan]:
+        needed = spool_file_names(self._client, self._spool.spool_id)
+        for entry in self._spool.files():
+            execution = _parse(entry.file_name)[1]
+            if entry.file_name in needed or time.time() - entry.modified < self._patience_seconds:
+                continue
+            if not self._is_dead(execution):
+                continue
+            try:
+                yield self._header(entry)
+            except MissingShard:
+                continue
+            except DamagedShard as error:
+                self._spool.quarantine(entry.file_name, str(error))
+                self._log.warning("orphan_damaged", file=entry.file_name, error=str(error))
+
+    def _header(self, entry: SpoolEntry) -> Orphan:
+        with self._spool.open_shard(entry.file_name) as file:
+            prefix = file.read(8)
+            size = header_num_bytes(prefix, name=entry.file_name)
+            header = prefix + file.read(size - 8)
+        _, metadata = parse_header(header, name=entry.file_name, num_bytes=entry.num_bytes)
+        return Orphan(entry, str(metadata.get("run", "")), *_parse(entry.file_name), size)
+
+    def _settle(self, orphan: Orphan) -> None:
+        log = self._log.bind(run=orphan.run, batch=orphan.batch_id, file=orphan.entry.file_name)
+        try:
+            run = self._runs.get(orphan.run)
+        except UsageError:
+            if time.time() - orphan.entry.modified > UNKNOWN_RUN_SECONDS:
+                self._spool.quarantine(orphan.entry.file_name, f"Redis knows no run {orphan.run!r}")
+                log.warning("orphan_set_aside", reason="Redis knows no such run")
+            return
+        except UserError as error:
+            log.warning("orphan_left", error=str(error))
+            return
+        reason = "its batch is committed"
+        if run.ledger.get(orphan.batch_id) is None:
+            reason = self._adopt(run, orphan)
+        if not reason:
+            log.info("orphan_adopted")
+        elif orphan.entry.file_name not in spool_file_names(self._client, self._spool.spool_id):
+            self._spool.delete(orphan.entry.file_name)
+            log.info("orphan_removed", reason=reason)
+
+    def _adopt(self, run: OpenRun, orphan: Orphan) -> str:
+        """Queue an orphan's upload; returns why not, or "" if it was."""
+        if orphan.entry.modified < boot_time():
+            return "written before this host was started: what a power cut tore can't be told from what is whole"
+        plans: dict[str, BatchPlan] = {plan.batch_id: plan for plan in load_batches(run.store)}
+        if orphan.batch_id not in plans:
+            return "its run has no such batch"
+        shard = ShardReady(
+            batch=plans[orphan.batch_id].job(run.record.run),
+            spool_id=self._spool.spool_id,
+            file_name=orphan.entry.file_name,
+            num_bytes=orphan.entry.num_bytes,
+            data_offset=orphan.data_offset,
+            checksum=crc.of_file(self._spool.path(orphan.entry.file_name)),
+            execution=orphan.execution,
+            worker="reconciler",
+        )
+        return "" if restore_uploads(self._client, run.record, [shard]) else "its batch is on its way otherwise"
+
+    def _is_dead(self, execution: str) -> bool:
+        return execution_is_dead(self._client, execution, self._settings)
+
+
+def boot_time() -> float:
+    """Unix time at which this host was started."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _parse(file_name: str) -> tuple[str, str]:
+    parsed = names.parse_shard_name(file_name)
+    if parsed is None:
+        raise DamagedShard(f"{file_name}: not a shard's name")
+    return parsed

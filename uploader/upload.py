@@ -1,0 +1,224 @@
+"""One shard on its way from the spool to the store.
+
+Invariant: the local file is deleted only after the ledger names a shard of its batch, and the ledger names a shard only
+after the store was shown to hold exactly the bytes that the worker recorded. Every step may be done twice.
+
+    ledger has the batch ──► job finished ──► file deleted (a twin)
+    put and confirm ──► commit (ledger entry + job finished, one fenced step) ──► file deleted
+    file damaged ──► quarantine ──► made again        file gone ──► in the store after all? commit : made again
+    store away ──► wait, file and claim kept          store refuses ──► handed back, and the process ends
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+
+from hiddenq import telemetry
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import (
+    DamagedShard,
+    HiddenqError,
+    LeaseLost,
+    MissingShard,
+    RedisAway,
+    StoreAway,
+    UserError,
+)
+from hiddenq.contracts.messages import LedgerEntry, ShardReady
+from hiddenq.contracts.shard import header_num_bytes, parse_header
+from hiddenq.delivery import Claim, Consumer
+from hiddenq.storage import Spool
+from hiddenq.storage.local import LocalStore
+from uploader.runs import OpenRun, Runs
+from uploader.settings import UploaderSettings
+from uploader.status import UploaderStatus
+
+T = TypeVar("T")
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
+"""Between two tries of a store that is away, with jitter."""
+
+
+class ShardUpload:
+    """Ends claims on shards, one at a time or from several threads."""
+
+    def __init__(
+        self,
+        consumer: Consumer[ShardReady],
+        spool: Spool,
+        runs: Runs,
+        status: UploaderStatus,
+        settings: UploaderSettings,
+        *,
+        after_commit: Callable[[OpenRun], None],
+    ) -> None:
+        self._consumer = consumer
+        self._spool = spool
+        self._runs = runs
+        self._status = status
+        self._settings = settings
+        self._after_commit = after_commit
+
+    def handle(self, claim: Claim[ShardReady]) -> None:
+        """See one claim to its end.
+
+        Raises:
+            UserError: the store refuses, or the location is another run's; the claim was handed back.
+        """
+        shard = claim.message
+        log = telemetry.logger().bind(run=shard.batch.run, batch=shard.batch.batch_id, execution=shard.execution)
+        with self._status.under_way(shard):
+            try:
+                self._deliver(claim, log)
+            except LeaseLost as error:
+                self._status.lease_lost()
+                log.warning("lease_lost", error=str(error), next="another uploader has it")
+            except RedisAway as error:
+                log.warning("given_up", error=str(error), next="the lease runs out")
+            except StoreAway as error:  # stopping
+                self._consumer.hand_back(claim)
+                log.info("handed_back", error=str(error))
+            except UserError as error:
+                self._status.failed(error)
+                self._consumer.hand_back(claim)
+                raise
+            except Exception as error:
+                self._status.failed(error)
+                log.warning("upload_failed", exc_info=not isinstance(error, HiddenqError), error=str(error))
+                if self._consumer.fail(claim, error) == "dead":
+                    self._spool.quarantine(shard.file_name, f"upload given up: {error}")
+                    self._status.ended("quarantined")
+
+    def _deliver(self, claim: Claim[ShardReady], log: Any) -> None:
+        shard = claim.message
+        run, committed = self._waiting(claim, lambda: self._look(shard))
+        if committed:
+            self._consumer.finish(claim)
+            if committed.execution != shard.execution:
+                self._status.ended("twin")
+                log.info("twin_deleted", committed=committed.execution)
+            self._spool.delete(shard.file_name)
+            return
+        key = names.shard_key(shard.batch.batch_id, shard.execution)
+        try:
+            self._consumer.enter(claim, "put")
+            with self._status.stage("put"):
+                self._waiting(claim, lambda: self._put(run, key, shard))
+        except DamagedShard as error:
+            self._spool.quarantine(shard.file_name, str(error))
+            self._status.ended("quarantined")
+            log.error("shard_damaged", error=str(error), next=self._consumer.remake(claim, str(error)))
+            return
+        except MissingShard as error:
+            if not self._waiting(claim, lambda: _is_stored(run, key, shard)):
+                self._status.ended("missing")
+                log.error("shard_missing", error=str(error), next=self._consumer.remake(claim, str(error)))
+                return
+        with self._status.stage("commit"):
+            is_ours = self._consumer.commit(claim, _entry(key, shard))
+        with self._status.stage("delete"):
+            if is_ours:
+                self._status.committed(shard)
+            else:
+                self._status.ended("twin")
+                run.store.delete(key)
+                if mirror := self._mirror(run):
+                    mirror.delete(key)
+            self._spool.delete(shard.file_name)
+        log.info("committed" if is_ours else "twin_deleted", key=key, num_bytes=shard.num_bytes)
+        self._after_commit(run)
+
+    def _look(self, shard: ShardReady) -> tuple[OpenRun, LedgerEntry | None]:
+        run = self._runs.get(shard.batch.run)
+        return run, run.ledger.get(shard.batch.batch_id)
+
+    def _put(self, run: OpenRun, key: str, shard: ShardReady) -> None:
+        with self._spool.open_shard(shard.file_name) as file:
+            check_header(file, shard)
+        path = self._spool.path(shard.file_name)
+        recorded: dict[str, Any] = {
+            "checksum": shard.checksum,
+            "num_bytes": shard.num_bytes,
+            "execution": shard.execution,
+        }
+        run.store.put_file(key, path, **recorded)
+        if mirror := self._mirror(run):
+            mirror.put_file(key, path, **recorded)
+
+    def _mirror(self, run: OpenRun) -> LocalStore | None:
+        """Where copies are kept, if that is asked for."""
+        folder = self._settings.keep_local
+        return LocalStore(folder / run.record.run) if folder else None
+
+    def _waiting(self, claim: Claim[ShardReady], work: Callable[[], T]) -> T:
+        """Do `work`, again and again while store or Redis is away; file and claim are kept.
+
+        Raises:
+            StoreAway, RedisAway: the process is stopping.
+            LeaseLost: the claim was lost meanwhile.
+        """
+        shard = claim.message
+
+        def before_sleep(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if isinstance(error, StoreAway):
+                self._status.store_away(shard, error)
+            telemetry.logger().warning("away", batch=shard.batch.batch_id, error=str(error), next="the file is kept")
+            if self._consumer.lost(claim):
+                raise LeaseLost(f"{claim.job_id}: execution {claim.execution} lost its lease while waiting")
+
+        retrying = Retrying(
+            retry=retry_if_exception_type((StoreAway, RedisAway)),
+            wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+            sleep=self._sleep,
+            stop=stop_when_event_set(self._consumer.stopping),
+            before_sleep=before_sleep,
+            reraise=True,
+        )
+        result = retrying(work)
+        self._status.store_back(shard)
+        return result
+
+    def _sleep(self, seconds: float) -> None:
+        with self._consumer.pause_deadlines():
+            self._consumer.stopping.wait(seconds)
+
+
+def check_header(file: BinaryIO, shard: ShardReady) -> None:
+    """Raise `DamagedShard` unless the file's size and header are those of the shard; its bytes are checked later."""
+    size = os.fstat(file.fileno()).st_size
+    if size != shard.num_bytes:
+        raise DamagedShard(f"{shard.file_name}: expected {shard.num_bytes} bytes, found {size}")
+    prefix = file.read(8)
+    num_bytes = header_num_bytes(prefix, name=shard.file_name)
+    if num_bytes != shard.data_offset:
+        raise DamagedShard(f"{shard.file_name}: expected a header of {shard.data_offset} bytes, found {num_bytes}")
+    parse_header(prefix + file.read(num_bytes - 8), name=shard.file_name, num_bytes=size)
+
+
+def _is_stored(run: OpenRun, key: str, shard: ShardReady) -> bool:
+    """Whether the store holds the shard although its file is gone: its uploader died after the put."""
+    info = run.store.stat(key)
+    return bool(info and info.num_bytes == shard.num_bytes and run.store.checksum(key) == shard.checksum)
+
+
+def _entry(key: str, shard: ShardReady) -> LedgerEntry:
+    return LedgerEntry(
+        batch_id=shard.batch.batch_id,
+        execution=shard.execution,
+        key=key,
+        num_bytes=shard.num_bytes,
+        data_offset=shard.data_offset,
+        checksum=shard.checksum,
+        num_samples=shard.batch.num_samples,
+        num_tokens=shard.batch.num_tokens,
+    )
