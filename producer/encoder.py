@@ -20,6 +20,7 @@ from hiddenq.contracts.manifest import Rejected
 from producer.blocks import Block, Suspect
 from producer.conversation import Conversation, PlainText, RowRejected, TokenIds, read_row
 from producer.mask import Span, mask_by_prefixes, mask_of_spans
+from producer.rendering import SPOKEN, render_conversation
 from producer.settings import RowSchema
 from producer.tokenizer import ChatTokenizer, TokenizerSource
 
@@ -140,18 +141,10 @@ class Encoder:
         assert self.chat is not None
         for message in row.messages:
             policy: Policy = "count" if message["role"] == "assistant" else self._settings.special_tokens
-            for key in ("content", "reasoning_content"):
+            for key in SPOKEN:
                 if key in message:
                     message[key] = self._special_tokens(message[key], policy, repairs)
-        if self.chat.has_generation_block:
-            rendered, spans = self.chat.render_marked(row.messages, tools=row.tools)
-            if row.supervised_from:
-                spans = spans[sum(m["role"] == "assistant" for m in row.messages[: row.supervised_from]) :]
-            return _Pending(text=rendered, spans=spans)
-        rendered = self.chat.render([row.messages], tools=row.tools)[0]
-        spans, num_left_out = self.chat.assistant_spans(rendered, row.messages, row.tools, row.supervised_from)
-        if num_left_out:
-            repairs["thinking_argument_left_out"] += num_left_out
+        rendered, spans = render_conversation(self.chat, row, repairs)
         return _Pending(text=rendered, spans=spans)
 
     def _without_surrogates(self, suspect: Suspect, repairs: Counter[str]) -> Any:
@@ -243,7 +236,8 @@ class Encoder:
         if not mask.any():
             among = f"the first {settings.max_length} tokens" if is_cut else "its tokens"
             raise RowRejected("nothing_supervised", f"none of {among} is supervised")
-        repairs["truncated"] += is_cut
+        if is_cut:
+            repairs["truncated"] += 1
         return ids, mask
 
 

@@ -56,9 +56,9 @@ def _facts(report: PlanReport) -> Table:
                             f"(limit {report.max_length:,})")  # fmt: skip
     table.add_row("batches", f"{report.num_batches:,} of up to {report.token_budget:,} padded tokens; "
                              f"padding ratio {report.padding_ratio:.4f}")  # fmt: skip
-    table.add_row("stored", f"{layers}{final} in {report.storage_dtype}: {decimal(report.num_bytes)} "
-                            f"({decimal(report.bytes_per_token)} a token, shards up to "
-                            f"{decimal(report.largest_shard_bytes)}), tokens {decimal(report.num_token_bytes)}")  # fmt: skip
+    per_token, largest = decimal(report.bytes_per_token), decimal(report.largest_shard_bytes)
+    table.add_row("stored", f"{layers}{final} in {report.storage_dtype}: {decimal(report.num_bytes)} ({per_token} a "
+                            f"token, shards of up to {largest}), tokens {decimal(report.num_token_bytes)}")  # fmt: skip
     return table
 
 

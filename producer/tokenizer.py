@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.model_identity import TargetModel
 from producer.conversation import RowRejected
-from producer.mask import Span, turn_span
+from producer.mask import Span
 from producer.settings import ProducerSettings
 
 _FILES = (
@@ -166,7 +166,7 @@ class ChatTokenizer:
         """Special tokens that end an assistant's turn: what the template writes after one, and the model's own ends."""
         ends = set()
         try:
-            rendered = self.render([_PROBE_TURNS])[0]
+            rendered = self.render(_PROBE_TURNS)
         except RowRejected:
             rendered = ""
         _, found, after = rendered.rpartition(_PROBE)
@@ -185,9 +185,9 @@ class ChatTokenizer:
         if self.has_generation_block:
             return
         try:
-            whole = self.render([_PROBE_TURNS])[0]
-            prompt = self.render([_PROBE_TURNS[:1]], add_generation_prompt=True)[0]
-            bare = self.render([_PROBE_TURNS[:1]])[0]
+            whole = self.render(_PROBE_TURNS)
+            prompt = self.render(_PROBE_TURNS[:1], add_generation_prompt=True)
+            bare = self.render(_PROBE_TURNS[:1])
         except RowRejected:  # a template may want more than two turns; each row tells for itself
             return
         if prompt == bare and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_PROBE):
@@ -210,67 +210,42 @@ class ChatTokenizer:
 
     def render(
         self,
-        conversations: Sequence[list[dict[str, Any]]],
+        messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         thinking_argument: bool = True,
-    ) -> list[str]:
-        """Each conversation as one string.
+    ) -> str:
+        """A conversation as one string.
 
         Raises:
-            RowRejected: `template_error`, if the template raises for any of them.
+            RowRejected: `template_error`, if the template raises.
         """
-        rendered: list[str] = self._render(
-            conversations, tools, add_generation_prompt=add_generation_prompt, thinking_argument=thinking_argument
-        )[0]
+        rendered, _ = self._render(
+            messages, tools, add_generation_prompt=add_generation_prompt, thinking_argument=thinking_argument
+        )
         return rendered
 
     def render_marked(
-        self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[str, list[Span]]:
         """A conversation as one string, and the characters inside the template's generation blocks.
 
         Raises:
             RowRejected: `template_error`, if the template raises.
         """
-        rendered, spans = self._render([conversation], tools, return_assistant_tokens_mask=True)
-        return rendered[0], [(int(begin), int(end)) for begin, end in spans[0]]
+        rendered, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
+        return rendered, [(int(begin), int(end)) for begin, end in spans[0]]
 
-    def assistant_spans(
-        self, rendered: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, supervised_from: int
-    ) -> tuple[list[Span], int]:
-        """What the assistant said, by the character rule; and how many turns needed the thinking argument left out.
+    def prompts(self, context: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> Iterator[str]:
+        """What the model would have seen after some turns: as asked for, then without the thinking argument.
 
         Raises:
-            RowRejected: `mask_unsure` or `template_error`.
+            RowRejected: `template_error`, if the template raises.
         """
-        spans = []
-        num_left_out = 0
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant" or turn < supervised_from:
-                continue
-            for key in ("reasoning_content", "reasoning", "thinking", "content"):
-                if any(end in message.get(key, "") for end in self.end_tokens):
-                    raise RowRejected(
-                        "mask_unsure", f"turn {turn}: the assistant's own words hold an end-of-turn token"
-                    )
-            span, prompt = turn_span(
-                rendered,
-                self._prompts(messages[:turn], tools),
-                self.end_tokens,
-                turn=turn,
-                is_last=turn == len(messages) - 1,
-            )
-            spans.append(span)
-            num_left_out += prompt
-        return spans, num_left_out
-
-    def _prompts(self, context: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Iterator[str]:
-        """What the model would have seen after some turns: as asked for, then without the thinking argument."""
-        yield self.render([context], tools=tools, add_generation_prompt=True)[0]
+        yield self.render(context, tools=tools, add_generation_prompt=True)
         if any(name in self._source.template_arguments for name in _THINKING_ARGUMENTS):
-            yield self.render([context], tools=tools, add_generation_prompt=True, thinking_argument=False)[0]
+            yield self.render(context, tools=tools, add_generation_prompt=True, thinking_argument=False)
 
     def _generation_ends(self) -> list[int]:
         """Ids that end generation by the model's `generation_config.json`, if it has one."""
@@ -292,12 +267,12 @@ class ChatTokenizer:
 
     def _render(
         self,
-        conversations: Sequence[list[dict[str, Any]]],
+        messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         *,
         thinking_argument: bool = True,
         **options: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[str, Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments = {
@@ -306,13 +281,14 @@ class ChatTokenizer:
             if thinking_argument or name not in _THINKING_ARGUMENTS
         }
         try:
-            return render_jinja_template(  # type: ignore[no-any-return]
-                conversations=list(conversations),
+            rendered, spans = render_jinja_template(
+                conversations=[messages],
                 tools=tools,
                 chat_template=self.template,
                 **options,
                 **{**self.tokenizer.special_tokens_map, **arguments},
             )
+            return str(rendered[0]), spans
         except (UsageError, KeyboardInterrupt):
             raise
         except Exception as error:  # a template may raise anything, and runs code that came with the model
