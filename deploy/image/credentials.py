@@ -3,7 +3,8 @@
 Invariant: nothing secret comes with the project or stands in a compose file. What is missing is made at the first start
 and kept; each file can be read by one user only, the one of the role that needs it. Redis itself sees hashes.
 
-    make           make what is missing (the default)
+    make           make what is missing
+    adopt FILE     on another machine: hand the join password in FILE to this machine's worker and uploader
     show NAME      print one password: join (for another machine), admin, grafana
     rotate         make everything anew; the services must be restarted after it
 """
@@ -25,6 +26,7 @@ OWNERS = {
     "redis-uploader": 10002,
     "redis-producer": 10003,
     "redis-monitor": 10004,
+    "redis-operator": 10005,
     "redis-join": 0,
     "grafana-admin": GRAFANA_UID,
 }
@@ -40,15 +42,21 @@ def main() -> int:
     """Run one command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("/run/hiddenq"))
-    parser.add_argument("--roles", type=Path, default=Path("/usr/local/share/hiddenq/users.acl.in"))
-    commands = parser.add_subparsers(dest="command")
+    parser.add_argument("--roles", type=Path, default=Path(__file__).with_name("users.acl.in"))
+    commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("make")
     commands.add_parser("rotate")
+    commands.add_parser("adopt").add_argument("file", type=Path)
     commands.add_parser("show").add_argument("name", choices=sorted(SHOWN))
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     if arguments.command == "show":
         print((folder / SHOWN[arguments.name]).read_text())
+        return 0
+    share_folders(Path("/"))
+    if arguments.command == "adopt":
+        for name in ("redis-worker", "redis-uploader"):
+            write(folder / name, arguments.file.read_text().strip(), OWNERS[name])
         return 0
     if arguments.command == "rotate":
         for path in folder.iterdir():
@@ -56,7 +64,6 @@ def main() -> int:
     passwords = make_passwords(folder)
     write(folder / "users.acl", users_acl(arguments.roles.read_text(), passwords), REDIS_UID)
     make_certificates(folder, os.environ.get("HIDDENQ_SHARE_ADDRESS", ""))
-    share_folders(Path("/"))
     return 0
 
 
@@ -65,14 +72,20 @@ def make_passwords(folder: Path) -> dict[str, str]:
     for name, owner in OWNERS.items():
         if not (folder / name).exists():
             write(folder / name, secrets.token_urlsafe(32), owner)
-    return {name.removeprefix("redis-"): (folder / name).read_text() for name in OWNERS}
+    return {name.removeprefix("redis-"): (folder / name).read_text() for name in OWNERS if name.startswith("redis-")}
 
 
 def users_acl(roles: str, passwords: dict[str, str]) -> str:
-    """Redis's ACL file from the roles' text: comments dropped, continued lines joined, `{role}` become hashes."""
-    lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", roles)).splitlines()
-    hashes = {role: "#" + hashlib.sha256(password.encode()).hexdigest() for role, password in passwords.items()}
-    return "".join(line.format(**hashes) + "\n" for line in lines if line.strip())
+    """Redis's ACL file from the roles' text: comments dropped, definitions put in, `{role}` become hashes."""
+    known = {role: "#" + hashlib.sha256(password.encode()).hexdigest() for role, password in passwords.items()}
+    users = []
+    for line in re.sub(r"\\\n\s*", "", roles).splitlines():
+        name, is_definition, text = line.partition(" = ")
+        if line.startswith("user "):
+            users.append(line.format(**known) + "\n")
+        elif is_definition and not line.startswith("#"):
+            known[name] = text
+    return "".join(users)
 
 
 def make_certificates(folder: Path, share_address: str) -> None:
@@ -84,7 +97,7 @@ def make_certificates(folder: Path, share_address: str) -> None:
     wanted, made_for = ",".join(names), folder / "redis.names"
     if made_for.exists() and made_for.read_text() == wanted:
         return
-    authority = ["-CA", folder / "ca.pem", "-CAkey", folder / "ca.key"]
+    authority: list[str | Path] = ["-CA", folder / "ca.pem", "-CAkey", folder / "ca.key"]
     if not (folder / "ca.pem").exists():
         openssl(folder, "ca", ["basicConstraints=critical,CA:TRUE"], [])
     openssl(folder, "redis", ["basicConstraints=critical,CA:FALSE", f"subjectAltName={wanted}"], authority)
