@@ -175,7 +175,7 @@ class _Pipeline:
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
         began = time.monotonic()
-        manifest = finish_run(self._client, record)
+        manifest = finish_run(self._client, record, self._store)
         seconds["finish"] = time.monotonic() - began
         summary(self._client, record, manifest, seconds)
         if reason:

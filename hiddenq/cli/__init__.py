@@ -29,7 +29,7 @@ FAULT_OF_OURS = 3
 app = typer.Typer(
     name="hiddenq",
     help="Hidden states of a language model over a whole dataset, through a queue, into an object store.",
-    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option is also a variable HIDDENQ_<NAME>.",
+    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option NAME is also a variable HIDDENQ_NAME.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,7 +55,7 @@ def _top(
 def main() -> NoReturn:
     """Entry point: run the command and exit with its status."""
     die_with_parent()
-    from hiddenq.cli import fleet, inspect, run, stages  # noqa: F401  each registers its commands on `app`
+    from hiddenq.cli import run, stages, inspect, fleet  # noqa: F401, I001  each registers its commands, in this order
 
     sys.exit(exit_status(sys.argv[1:]))
 

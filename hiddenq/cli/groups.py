@@ -189,6 +189,26 @@ class ComputeOptions:
         return tuple(given)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UploadOptions:
+    """What an uploader is told beside its spool."""
+
+    nice: Annotated[int, _option(_HOST, text="Added to the niceness of uploaders.")] = 10
+    keep_local: Annotated[
+        Path | None, _option(_HOST, text="Folder that gets a copy of every committed shard.", metavar="FOLDER")
+    ] = None
+    allowed_prefix: Annotated[
+        str | None, _option(_HOST, text="Refuse runs whose location does not lie below this one.", metavar="URI")
+    ] = None
+
+    def arguments(self) -> tuple[str, ...]:
+        """The same options as arguments."""
+        given = ["--nice", str(self.nice)]
+        given += ["--keep-local", str(self.keep_local)] if self.keep_local else []
+        given += ["--allowed-prefix", self.allowed_prefix] if self.allowed_prefix else []
+        return tuple(given)
+
+
 def _json_object(option: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text) if text else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import orjson
@@ -169,15 +170,43 @@ def verify(
         int, typer.Option(metavar="N", help="Recompute N random samples from the model and compare.")
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Where the model lies here, if not where run.json says.")] = None,
+    device: Annotated[str, typer.Option(help="Torch device of the recomputation.")] = "cpu",
     deep: Annotated[bool, typer.Option("--deep", help="Also look for order and repetition in the values.")] = False,
     json: Json = False,
 ) -> int:
     """Check a run against its plan: every sample once, checksums, shapes, finite; exit 1 if anything is wrong."""
     from hiddenq.reader import verify as verify_run
 
-    report = verify_run(out, store.settings, recompute=recompute, model=model, deep=deep)
-    if json:
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        Console().print(report)
+    report = verify_run(out, store.settings, recompute=recompute, model=model, deep=deep, device=device)
+    typer.echo(report.model_dump_json(indent=2) if json else "\n".join(report.lines()))
     return 0 if report.ok else 1
+
+
+@app.command(rich_help_panel=PANEL)
+@grouped
+def doctor(
+    queue: QueueOptions,
+    store: StoreOptions,
+    out: OutOption = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the target model.")] = None,
+    spool: Annotated[Path | None, typer.Option(help="Spool folder.")] = None,
+    devices: Annotated[str, typer.Option(help="As for `run`; with cpu a missing GPU is no fault.")] = "auto",
+    gpus_per_worker: Annotated[int, typer.Option(metavar="N", help="GPUs that share one copy of the model.")] = 1,
+) -> int:
+    """Say what is wrong with this machine, why it matters, and the command that mends it; exit 2 if anything is."""
+    from hiddenq.doctor.diagnose import DoctorSettings, diagnose
+    from hiddenq.doctor.findings import exit_status, render
+
+    findings = diagnose(
+        DoctorSettings(
+            devices=devices,
+            redis_url=queue.redis_url,
+            spool=spool,
+            location=out,
+            store=store.settings,
+            model=model,
+            gpus_per_worker=gpus_per_worker,
+        )
+    )
+    typer.echo(render(findings))
+    return exit_status(findings)

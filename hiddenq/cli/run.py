@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +31,7 @@ def run(
     more_data: MoreData = None,
     test: Annotated[
         bool,
-        typer.Option("--test", help=f"Only the first {TEST_SAMPLES} rows, into <out>-test, before a long run."),
+        typer.Option("--test", help=f"Only the first {TEST_SAMPLES} rows, into OUT-test, before a long run."),
     ] = False,
 ) -> int:
     """Extract the states of a whole dataset on this machine; type it again to resume.
@@ -67,9 +68,8 @@ def run(
 @grouped
 def plan(
     inputs: InputOptions,
-    store: StoreOptions,
-    host: HostOptions,
-    out: Annotated[str | None, typer.Option(help="Output location: is there room, is it free?")] = None,
+    out: Annotated[str | None, typer.Option(help="Output location: is there room?")] = None,
+    spool: Annotated[Path | None, typer.Option(help="Spool folder: is there room?")] = None,
     tokens_per_second: Annotated[
         float | None,
         typer.Option(help="Rate of all GPUs together, to say hours.", rich_help_panel="Data"),
@@ -87,7 +87,13 @@ def plan(
 
     configure_logging(default_level="WARNING")
     with TerminalProgress() as progress:
-        report = plan_run(inputs.settings(more_data or [], run_name="plan"), progress)
+        report = plan_run(
+            inputs.settings(more_data or [], run_name="plan"),
+            progress,
+            tokens_per_second=tokens_per_second,
+            output=out,
+            spool=spool,
+        )
     if json:
         typer.echo(report.model_dump_json(indent=2))
     else:

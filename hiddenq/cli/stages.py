@@ -17,7 +17,14 @@ import typer
 
 from hiddenq import state
 from hiddenq.cli import app
-from hiddenq.cli.groups import ComputeOptions, HostOptions, InputOptions, QueueOptions, StoreOptions
+from hiddenq.cli.groups import (
+    ComputeOptions,
+    HostOptions,
+    InputOptions,
+    QueueOptions,
+    StoreOptions,
+    UploadOptions,
+)
 from hiddenq.cli.options import grouped
 from hiddenq.cli.run import MoreData, Out, location_name
 from hiddenq.contracts.errors import UsageError
@@ -29,7 +36,6 @@ GRACE_SECONDS = 600.0
 """As long as a container's stop grace period may be; the stages themselves end when their batch is done."""
 
 Run = Annotated[str | None, typer.Option(help="Serve this run; by default the only live one there is.")]
-AnyRun = Annotated[bool, typer.Option("--any-run", help="Serve whichever run has work for the model held.")]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -69,7 +75,6 @@ def worker(
     host: HostOptions,
     compute: ComputeOptions,
     run: Run = None,
-    any_run: AnyRun = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -80,7 +85,7 @@ def worker(
     configure_logging(stage="gpu_worker")
     arguments = [*compute.arguments(), *host.arguments(), "--spool", str(host.spool or state.default_spool())]
     arguments += ["--run", run] if run else []
-    arguments += ["--any-run"] * any_run + ["--trust-remote-code"] * trust_remote_code
+    arguments += ["--trust-remote-code"] * trust_remote_code
     return _supervise(
         queue,
         [
@@ -94,10 +99,10 @@ def worker(
 
 @app.command(rich_help_panel=PANEL)
 @grouped
-def upload(queue: QueueOptions, host: HostOptions) -> int:
+def upload(queue: QueueOptions, host: HostOptions, uploads: UploadOptions) -> int:
     """Upload a spool's shards: N uploader processes, restarted when they die."""
     configure_logging(stage="uploader")
-    arguments = [*host.arguments(), "--spool", str(host.spool or state.default_spool())]
+    arguments = [*uploads.arguments(), *host.arguments(), "--spool", str(host.spool or state.default_spool())]
     return _supervise(
         queue,
         [
@@ -132,7 +137,6 @@ def worker_process(
     spool: Annotated[Path, typer.Option()],
     device: Annotated[str, typer.Option()] = "cpu",
     run: Run = None,
-    any_run: AnyRun = False,
     spool_bytes: Annotated[int | None, typer.Option()] = None,
     metrics_port: Annotated[int, typer.Option()] = 0,
     metrics_bind: Annotated[str, typer.Option()] = "127.0.0.1",
@@ -145,7 +149,6 @@ def worker_process(
     return serve(
         WorkerSettings(
             run=run,
-            any_run=any_run,
             device=device,
             spool=spool,
             spool_high_bytes=spool_bytes,
@@ -160,6 +163,7 @@ def worker_process(
 @app.command("upload-process", hidden=True)
 @grouped
 def upload_process(
+    uploads: UploadOptions,
     spool: Annotated[Path, typer.Option()],
     index: Annotated[int, typer.Option()] = 0,
     spool_bytes: Annotated[int | None, typer.Option()] = None,
@@ -176,7 +180,8 @@ def upload_process(
             index=index,
             spool_high_bytes=spool_bytes,
             metrics_port=metrics_port,
-            metrics_bind=metrics_bind,
+            metrics_address=metrics_bind,
+            **vars(uploads),
         )
     )
 
