@@ -22,7 +22,7 @@ from typing import Self
 
 import redis
 
-from hiddenq.contracts.errors import RedisAway, RedisRefused
+from hiddenq.contracts.errors import RedisRefused
 from hiddenq.delivery.binary import find_server_program, server_config
 from hiddenq.delivery.connection import connect, text
 
@@ -121,9 +121,10 @@ class EmbeddedServer:
         deadline = time.monotonic() + START_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             try:
-                connect(self.url, password=self.password, wait_seconds=0).close()
+                with self._plain_client() as client:
+                    client.ping()
                 return
-            except RedisAway:
+            except redis.RedisError:
                 time.sleep(POLL_SECONDS)
         process.kill()
         words = (self.data_dir / "server.log").read_text(errors="replace").strip().splitlines()[-3:]
