@@ -74,8 +74,11 @@ class Watch:
 
     def _is_break(self, last: Look, look: Look) -> bool:
         own, theirs = look.own_seconds - last.own_seconds, look.redis_seconds - last.redis_seconds
-        longest = 2 * max(self._settings.renew_seconds, self._settings.reap_seconds)
-        return look.server != last.server or own > longest or abs(theirs - own) > self._settings.clock_tolerance_seconds
+        return (
+            look.server != last.server
+            or own > self._settings.lease_seconds / 2  # a shorter gap leaves every living worker time to renew
+            or abs(theirs - own) > self._settings.clock_tolerance_seconds
+        )
 
 
 @dataclass(frozen=True)

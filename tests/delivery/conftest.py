@@ -174,5 +174,3 @@ def own_bench(own_redis_server: RedisServer) -> Iterator[Bench]:
     """On a server that may be killed."""
     with ExitStack() as stack:
         yield Bench(own_redis_server, stack)
-
-

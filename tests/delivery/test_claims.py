@@ -56,7 +56,9 @@ def test_only_the_owner_can_publish(bench: Bench) -> None:
     winner.hand_back(old)
     [new] = winner.claim()
     assert new.execution != old.execution
-    with pytest.raises(LeaseLost, match=r"run-000000: execution [0-9a-f]{8} lost its lease .* is not published; delete it"):
+    with pytest.raises(
+        LeaseLost, match=r"run-000000: execution [0-9a-f]{8} lost its lease .* is not published; delete it"
+    ):
         late.publish(old, shard(old))
     with pytest.raises(LeaseLost, match="could not enter gpu"):
         late.enter(old, "gpu")
@@ -124,8 +126,10 @@ def test_a_lease_is_renewed_for_as_long_as_the_process_lives(bench: Bench) -> No
     begun = bench.client.zscore("hiddenq:leases", f"run-000000:{claim.execution}")
     assert begun
     wait_until(
-        lambda: (bench.client.zscore("hiddenq:leases", f"run-000000:{claim.execution}") or 0)
-        > begun + 1.5 * FAST.lease_seconds
+        lambda: (
+            (bench.client.zscore("hiddenq:leases", f"run-000000:{claim.execution}") or 0)
+            > begun + 1.5 * FAST.lease_seconds
+        )
     )
     assert not worker.lost(claim)
     assert other.claim() == []

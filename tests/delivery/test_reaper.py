@@ -1,0 +1,188 @@
+"""Who is called dead, when, and what it costs the batch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiddenq.contracts.errors import LeaseLost
+from hiddenq.delivery import DeliverySettings, Reaper, dead_letters
+from hiddenq.delivery.reaper import Look, Reaping, Watch
+from hiddenq.delivery.scripts import Scripts
+from hiddenq.delivery.transitions import Transitions
+from tests.delivery.conftest import FAST, Bench, shard
+from tests.support.waiting import wait_until
+
+
+def claim_and_die(bench: Bench, num: int = 1, *, stage: str | None = None) -> list[str]:
+    """Claims of a process that is never heard of again."""
+    moves = Transitions(bench.client, FAST)
+    executions = [f"{time.monotonic_ns() % (1 << 32) + index:08x}"[-8:] for index in range(num)]
+    for raw in moves.claim("hiddenq-extract-run", worker="dead", host="gone", executions=executions):
+        if stage:
+            moves.enter(raw.job_id, raw.execution, stage)
+    return executions
+
+
+def test_what_a_dead_process_held_is_claimable_again_and_only_the_gpu_stage_is_charged(bench: Bench) -> None:
+    bench.enqueue(2)
+    with Reaper(bench.client, FAST):
+        claim_and_die(bench)
+        claim_and_die(bench, stage="gpu")
+        assert bench.client.llen("rq:queue:hiddenq-extract-run") == 0
+        began = time.monotonic()
+        wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 2)
+    assert time.monotonic() - began < FAST.lease_seconds + 2 * FAST.reap_seconds + 1
+    claims = bench.gpu_worker().claim(5)
+    assert {claim.message.batch_id: claim.attempt for claim in claims} == {"000000": 1, "000001": 2}
+
+
+def test_a_batch_that_kills_its_process_is_set_aside_after_its_attempts_with_growing_delays(bench: Bench) -> None:
+    bench.enqueue(1)
+    due: list[float] = []
+    with Reaper(bench.client, FAST):
+        for _ in range(FAST.max_attempts):
+            wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 1)
+            due.append(time.monotonic())
+            claim_and_die(bench, stage="gpu")
+        wait_until(lambda: bench.status("run-000000") == "failed")
+    delays = [later - earlier for earlier, later in zip(due, due[1:], strict=False)]
+    assert delays[0] < delays[1] < delays[2]
+    [letter] = dead_letters(bench.client, "run")
+    assert [attempt.number for attempt in letter.attempts] == [1, 2, 3, 4]
+    assert {(attempt.host, attempt.worker) for attempt in letter.attempts} == {("gone", "dead")}
+    assert all("died or lost its lease while this batch was on its GPU" in attempt.error for attempt in letter.attempts)
+    assert letter.reason == "died on the GPU 4 times"
+
+
+def test_a_worker_stopped_past_its_lease_finds_its_result_refused(bench: Bench) -> None:
+    bench.enqueue(1)
+    stopped = bench.gpu_worker()
+    [old] = stopped.claim()
+    stopped._keeper.close()  # as SIGSTOP would: no renewal any more
+    with Reaper(bench.client, FAST):
+        wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 1)
+    other = bench.gpu_worker()
+    [new] = other.claim()
+    with pytest.raises(LeaseLost):
+        stopped.publish(old, shard(old))
+    other.publish(new, shard(new))
+    assert bench.client.hkeys(f"hiddenq:spool:{shard(new).spool_id}:files") == [shard(new).file_name.encode()]
+
+
+def test_one_living_uploader_reaps_for_a_single_dead_gpu_worker(bench: Bench) -> None:
+    bench.enqueue(1)
+    bench.uploader()
+    claim_and_die(bench, stage="gpu")
+    wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 1)
+
+
+def test_nobody_reaps_before_watching_redis_for_a_whole_lease(bench: Bench) -> None:
+    bench.enqueue(1)
+    claim_and_die(bench)
+    bench.client.zadd("hiddenq:leases", {bench.client.zrange("hiddenq:leases", 0, -1)[0]: 1})
+    own = 100.0
+    reaping = Reaping(bench.client, FAST, clock=lambda: own)
+    assert reaping.once() is None
+    began, reaped = time.monotonic(), None
+    while reaped is None:
+        time.sleep(0.1)
+        own = 100.0 + time.monotonic() - began
+        reaped = reaping.once()
+    assert FAST.lease_seconds <= own - 100.0 < FAST.lease_seconds + 1
+    assert reaped.num_back == 1
+
+
+def test_a_jump_of_the_redis_clock_reaps_nobody(bench: Bench) -> None:
+    bench.enqueue(1)
+    claim_and_die(bench)
+    bench.client.zadd("hiddenq:leases", {bench.client.zrange("hiddenq:leases", 0, -1)[0]: 1})
+    verdict, *_ = Scripts(bench.client).run(
+        "reap",
+        expected_now=time.time() - 3600,
+        tolerance_seconds=1,
+        lease_seconds=1,
+        max_attempts=4,
+        retry_delays=[1],
+        spool_dead_seconds=1,
+        exc="",
+    )
+    assert verdict == b"jump"
+    assert bench.client.zcard("hiddenq:leases") == 1
+    assert bench.client.llen("rq:queue:hiddenq-extract-run") == 0
+
+
+def test_a_clock_that_went_back_an_hour_neither_holds_leases_nor_loses_delayed_retries(bench: Bench) -> None:
+    bench.enqueue(2)
+    worker = bench.gpu_worker()
+    [first] = worker.claim()
+    worker.fail(first, RuntimeError("delayed"))
+    claim_and_die(bench)
+    for key in ("hiddenq:leases", "hiddenq:delayed"):
+        [(member, score)] = bench.client.zrange(key, 0, -1, withscores=True)
+        bench.client.zadd(key, {member: score + 3600})
+    wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 2)
+
+
+def test_a_delayed_retry_needs_no_scheduler(bench: Bench) -> None:
+    bench.enqueue(1)
+    worker = bench.gpu_worker()
+    [claim] = worker.claim()
+    assert worker.fail(claim, RuntimeError("boom")) == "retry"
+    assert bench.status("run-000000") == "scheduled"
+    assert bench.client.zcard("rq:scheduled:hiddenq-extract-run") == 1
+    again = wait_until(lambda: worker.claim())
+    assert again[0].attempt == 2
+    assert bench.client.zcard("rq:scheduled:hiddenq-extract-run") == 0
+
+
+def test_two_reapers_at_once_give_back_each_batch_once(bench: Bench) -> None:
+    bench.enqueue(50)
+    with Reaper(bench.client, FAST), Reaper(bench.connect(), FAST), Reaper(bench.connect(), FAST):
+        claim_and_die(bench, 50)
+        wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") >= 50)
+        time.sleep(3 * FAST.reap_seconds)
+    assert bench.client.llen("rq:queue:hiddenq-extract-run") == 50
+
+
+WATCH = DeliverySettings(lease_seconds=30, renew_seconds=5, reap_seconds=5)
+
+
+def watched(*looks: tuple[float, float, str]) -> bool:
+    watch = Watch(WATCH)
+    answer = False
+    for own, theirs, server in looks:
+        answer = watch.see(Look(own, theirs, server))
+    return answer
+
+
+def test_a_gap_in_its_own_looks_makes_a_process_watch_anew() -> None:
+    steady = [(float(second), 1000.0 + second, "a") for second in range(0, 35, 5)]
+    assert watched(*steady)
+    assert watched(*steady, (44.0, 1044.0, "a"))
+    assert not watched(*steady, (46.0, 1046.0, "a"))
+
+
+def test_a_restarted_server_makes_a_process_watch_anew() -> None:
+    steady = [(float(second), 1000.0 + second, "a") for second in range(0, 35, 5)]
+    assert not watched(*steady, (35.0, 1035.0, "b"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    jump=st.floats(-7200, 7200).filter(lambda jump: abs(jump) > WATCH.clock_tolerance_seconds + 0.1),
+    after=st.floats(0, 29.9),
+)
+def test_after_any_jump_of_the_clock_a_whole_lease_passes_before_anyone_is_called_dead(
+    jump: float, after: float
+) -> None:
+    watch = Watch(WATCH)
+    for second in range(0, 40, 5):
+        watch.see(Look(second, 1000.0 + second, "a"))
+    now = 40.0
+    while now <= 40.0 + after:
+        assert not watch.see(Look(now, 1000.0 + now + jump, "a"))
+        now += 4.9
