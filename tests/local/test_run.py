@@ -1,0 +1,160 @@
+"""`hiddenq run`: from a dataset to committed shards, and again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hiddenq
+from hiddenq.reader import Run
+from tests.local.conftest import chats, write_rows
+from tests.support.command import Command, Ended, lines_of
+
+pytestmark = pytest.mark.slow
+
+
+def assert_complete(ended: Ended, out: Path, num_samples: int) -> Run:
+    """The invariant of a finished run: every sample in exactly one committed shard, nothing left over."""
+    assert ended.status == 0, f"{ended}\n{lines_of(sorted((out / '.hiddenq' / 'logs').glob('*.log')))}"
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["complete"] is True
+    assert manifest["num_samples_committed"] == num_samples
+    shards = [path.name for path in (out / "states").iterdir()]
+    assert len(shards) == manifest["num_batches"], "one shard a batch"
+    assert [path.name for path in (out / ".hiddenq" / "spool").glob("*.safetensors")] == [], "spool empty"
+    run = hiddenq.open_run(out)
+    assert len(run) == num_samples
+    return run
+
+
+def plain_states(model: Any, input_ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Each layer's output, the last one before the final norm, and the logits, of one sample alone."""
+    decoder = model.get_decoder()
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _m, _a, out: outputs.append(out[0] if isinstance(out, tuple) else out))
+        for layer in decoder.layers
+    ]
+    with torch.inference_mode():
+        logits = model(input_ids[None]).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return [out[0] for out in outputs], outputs[-1][0], logits
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text"])
+def test_every_layer_of_every_sample_equals_a_plain_forward_of_that_sample_alone(
+    name: str, hiddenq: Command, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(24))
+    out = tmp_path / "out"
+    ended = hiddenq(
+        "run", "--model", models[name], "--data", data, "--out", out, "--target-layers", "0,1,2,3",
+        "--token-budget", "1024", "--devices", "cpu", "--cpu-threads", "1",
+    )  # fmt: skip
+    run = assert_complete(ended, out, 24)
+    assert run.config.num_batches > 2
+    model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32).eval()
+    head, norm = model.get_output_embeddings(), model.get_decoder().norm
+    for sample_id in run.sample_ids:
+        sample = run[int(sample_id)]
+        layers, final, logits = plain_states(model, sample.input_ids)
+        assert sample.hidden_states.shape == (len(sample.input_ids), 4, 64)
+        for layer in range(4):
+            assert relative(sample.hidden_states[:, layer], layers[layer]) < 1e-5, f"layer {layer} of {sample_id}"
+        assert relative(sample.final_hidden_state, final) < 1e-5
+        with torch.inference_mode():
+            assert relative(head(norm(sample.final_hidden_state)), logits) < 1e-5
+
+
+def test_a_second_run_has_nothing_to_do_and_does_no_forward_pass(
+    hiddenq: Command, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(6))
+    out = tmp_path / "out"
+    arguments = ("run", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1",
+                 "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+    assert_complete(hiddenq(*arguments), out, 6)
+    before = {path: path.stat().st_mtime_ns for path in (out / "states").iterdir()}
+    worker_log = (out / ".hiddenq" / "logs" / "worker-cpu.log").read_text()
+    again = hiddenq(*arguments)
+    assert_complete(again, out, 6)
+    assert "0 to do" in again.out
+    assert {path: path.stat().st_mtime_ns for path in (out / "states").iterdir()} == before
+    assert (out / ".hiddenq" / "logs" / "worker-cpu.log").read_text() == worker_log, "no worker was even started"
+
+
+def test_token_ids_with_a_mask_are_taken_as_they_are(hiddenq: Command, models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(3, 3 + n)), "loss_mask": [0] * (n // 2) + [1] * (n - n // 2)} for n in (5, 9, 33)]
+    data = write_rows(tmp_path / "ids.jsonl", rows)
+    out = tmp_path / "out"
+    ended = hiddenq("run", "--model", models["qwen3"], "--data", data, "--out", out, "--target-layers", "0,2",
+                    "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+    run = assert_complete(ended, out, 3)
+    for number, row in enumerate(rows):
+        assert run[number].input_ids.tolist() == row["input_ids"]
+        assert run[number].loss_mask.tolist() == row["loss_mask"]
+
+
+def test_the_test_flag_runs_the_first_hundred_rows_beside_the_location(
+    hiddenq: Command, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(120, max_words=4))
+    out = tmp_path / "out"
+    ended = hiddenq("run", "--test", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1",
+                    "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+    assert_complete(ended, tmp_path / "out-test", 100)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--target-layers": "1,4"}, r"layer 4 does not exist; this model has 4 layers, ids 0 to 3"),
+        ({"--target-layers": "1,1"}, r"an id is repeated"),
+        ({"--target-layers": "eagle3"}, r"this model has 4 layers, too few for the preset"),
+        ({"--data": "nothing.jsonl"}, r"nothing\.jsonl"),
+        ({"--model": "no/such-model"}, r"no/such-model"),
+        ({"--out": "s3://bucket"}, r"a prefix is needed"),
+        ({"--devices": "cuda:9"}, r"cuda:9 is not there"),
+        ({"--token-budget": "0"}, r"--token-budget"),
+    ],
+)
+def test_what_is_the_users_to_mend_is_one_line_and_exit_2_and_leaves_nothing_behind(
+    change: dict[str, str], message: str, hiddenq: Command, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(3))
+    out = tmp_path / "out"
+    options = {"--model": str(models["llama"]), "--data": str(data), "--out": str(out), "--target-layers": "1",
+               "--devices": "cpu"} | change  # fmt: skip
+    ended = hiddenq("run", *[part for pair in options.items() for part in pair])
+    assert ended.status == 2, ended
+    said = ended.err.strip().splitlines()
+    assert len(said) == 1, ended
+    assert re.search(message, said[0]), said
+    assert not (out / ".hiddenq").exists()
+
+
+def test_a_location_of_another_run_is_refused_naming_the_field(
+    hiddenq: Command, models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(3))
+    out = tmp_path / "out"
+    common = ("run", "--data", data, "--out", out, "--devices", "cpu", "--cpu-threads", "1")
+    assert_complete(hiddenq(*common, "--model", models["llama"], "--target-layers", "1"), out, 3)
+    ended = hiddenq(*common, "--model", models["llama"], "--target-layers", "2")
+    assert ended.status == 2
+    assert "target_layer_ids" in ended.err
+    ended = hiddenq(*common, "--model", models["qwen3"], "--target-layers", "1")
+    assert ended.status == 2
+    assert "model.config_digest" in ended.err

@@ -1,0 +1,99 @@
+"""The `hiddenq` command as a user types it: in a process of its own, with a home folder of the test's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"exit {self.status}\n{self.out}\n{self.err}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Runs `hiddenq` with one environment."""
+
+    environment: dict[str, str]
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """Start it; the caller ends it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "hiddenq.cli", *map(str, arguments)],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str | Path, seconds: float = 120) -> Ended:
+        """Run it to its end."""
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # `run` stops its children, so nothing is left behind
+            out, err = process.communicate(timeout=60)
+            raise AssertionError(
+                f"hiddenq {' '.join(map(str, arguments))} took over {seconds} s\n{out}\n{err}"
+            ) from None
+        return Ended(process.returncode, out, err)
+
+
+def make_command(home: Path, **extra: str) -> Command:
+    """A command with no settings but the test's own, single-threaded and offline."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HIDDENQ_", "AWS_"))}
+    return Command(
+        kept
+        | {
+            "HOME": str(home),
+            "XDG_STATE_HOME": str(home / "state"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "COLUMNS": "200",
+        }
+        | extra
+    )
+
+
+def wait_until(happened: Callable[[], object], *, seconds: float = 60.0, what: str = "it") -> None:
+    """Poll until something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
+        time.sleep(0.02)
+
+
+def processes_with(text: str) -> list[int]:
+    """Ids of living processes whose command line holds `text`."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if text in line and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def lines_of(paths: Sequence[Path]) -> str:
+    """The content of log files, for a failing test's message."""
+    return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in paths if path.exists())
