@@ -37,7 +37,7 @@ from hiddenq.contracts.errors import (
 from hiddenq.contracts.messages import LedgerEntry, ShardReady
 from hiddenq.contracts.shard import header_num_bytes, parse_header
 from hiddenq.delivery import Claim, Consumer
-from hiddenq.storage import Spool
+from hiddenq.storage import ObjectStore, Spool
 from hiddenq.storage.local import LocalStore
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
@@ -145,14 +145,11 @@ class ShardUpload:
         with self._spool.open_shard(shard.file_name) as file:
             check_header(file, shard)
         path = self._spool.path(shard.file_name)
-        recorded: dict[str, Any] = {
-            "checksum": shard.checksum,
-            "num_bytes": shard.num_bytes,
-            "execution": shard.execution,
-        }
-        run.store.put_file(key, path, **recorded)
+        stores: list[ObjectStore] = [run.store]
         if mirror := self._mirror(run):
-            mirror.put_file(key, path, **recorded)
+            stores.append(mirror)
+        for store in stores:
+            store.put_file(key, path, checksum=shard.checksum, num_bytes=shard.num_bytes)
 
     def _mirror(self, run: OpenRun) -> LocalStore | None:
         """Where copies are kept, if that is asked for."""

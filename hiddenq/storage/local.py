@@ -39,11 +39,11 @@ class LocalStore:
         self.uri = str(self.folder)
         self._limit = limit or BandwidthLimit(None)
 
-    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         target = self._path(key)
         with self._errors(key), opened(path) as source:
             ensure_folder(target.parent)
-            temporary = self._temporary(target, execution)
+            temporary = _temporary(target)
             try:
                 if _link(source, path, temporary):
                     _verify(source, path.name, checksum, num_bytes)
@@ -64,7 +64,7 @@ class LocalStore:
         target = self._path(key)
         with self._errors(key):
             ensure_folder(target.parent)
-            temporary = self._temporary(target, "")
+            temporary = _temporary(target)
             try:
                 with temporary.open("xb") as file:
                     file.write(data)
@@ -132,7 +132,7 @@ class LocalStore:
             for folder, _, found in _walk_folders(self.folder):
                 for name in found:
                     path = Path(folder, name)
-                    if temporary_execution(name) is None or not _older_than(path, UNFINISHED_SECONDS):
+                    if temporary_token(name) is None or not _older_than(path, UNFINISHED_SECONDS):
                         continue
                     target = name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
                     if names.parse_shard_name(target) is None or is_abandoned(target):
@@ -144,9 +144,6 @@ class LocalStore:
         if key.startswith("/") or ".." in key.split("/"):
             raise ObjectMissing(f"{self.uri}: {key!r} is no key: a key stays below the location")
         return self.folder / key
-
-    def _temporary(self, target: Path, execution: str) -> Path:
-        return target.with_name(f"{TEMPORARY_PREFIX}{execution or secrets.token_hex(4)}-{target.name}")
 
     def _walk(self, top: Path) -> Iterator[str]:
         for folder, _, found in _walk_folders(top):
@@ -174,8 +171,13 @@ class LocalStore:
             raise StoreAway(f"{where}: {error.strerror or error}; waiting until the disk can be used") from error
 
 
-def temporary_execution(name: str) -> str | None:
-    """Execution of a temporary file `.tmp-<execution>-…`; None for every other name."""
+def _temporary(target: Path) -> Path:
+    """A name beside the target that no other attempt has, not even one that was killed."""
+    return target.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-{target.name}")
+
+
+def temporary_token(name: str) -> str | None:
+    """The token of a temporary file `.tmp-<token>-…` (in a spool: its execution); None for every other name."""
     token = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
     return token if name.startswith(TEMPORARY_PREFIX) and len(token) == 8 else None
 

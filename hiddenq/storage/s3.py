@@ -67,7 +67,7 @@ class S3Store:
         """A copy in another process makes its own client."""
         return _reopen, (self._bucket, self._prefix.rstrip("/"), self._settings)
 
-    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         with opened(path) as source:
             size = os.fstat(source).st_size
             if size != num_bytes:

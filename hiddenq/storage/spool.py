@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UsageError
-from hiddenq.storage.local import TEMPORARY_PREFIX, fsync_folder, open_regular, temporary_execution
+from hiddenq.storage.local import TEMPORARY_PREFIX, fsync_folder, open_regular, temporary_token
 
 HIGH_SHARE = 0.8
 """High mark by default, and at most: this share of what the disk has left for the spool."""
@@ -213,7 +213,7 @@ class Spool:
         """Remove temporaries of at least that age whose execution is dead; returns their names."""
         removed = []
         for name, status in self._scan(self.folder):
-            execution = temporary_execution(name)
+            execution = temporary_token(name)
             old = time.time() - status.st_mtime >= min_age_seconds
             if execution is not None and old and is_dead(execution):
                 (self.folder / name).unlink(missing_ok=True)

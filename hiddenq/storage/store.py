@@ -55,7 +55,7 @@ class ObjectStore(Protocol):
     uri: str
     """Canonical and absolute."""
 
-    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int, execution: str = "") -> ObjectInfo:
+    def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         """Store a file and confirm that the store holds exactly those bytes.
 
         Raises:
