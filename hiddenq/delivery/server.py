@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -96,9 +97,14 @@ class EmbeddedServer:
         return connect(self.url, password=self.password)
 
     def stop(self) -> None:
-        """End it in good order; does nothing if it is gone already."""
-        with self._plain_client() as client, contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
-            client.shutdown(nosave=True)
+        """End it; does nothing if it is gone already.
+
+        It is killed: each acknowledged write is on disk (`appendfsync always`), so a polite end would save nothing, and
+        takes Valkey four seconds.
+        """
+        if self._is_ours():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + STOP_SECONDS
         while _exists(self.pid) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
