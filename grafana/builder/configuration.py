@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MONITOR = "127.0.0.1:9700"
+MONITOR = "127.0.0.1:9400"
 ALERTMANAGER = "127.0.0.1:9093"
 SCRAPE_SECONDS = 15
 DISCOVERY_SECONDS = 10

@@ -8,10 +8,12 @@ ledger do. Every look leaves a point in Redis, so that rates and stalls are know
 
 from hiddenq.monitor.model import Problem, Rate, RunStatus
 from hiddenq.monitor.render import render, summary_line, verdict
+from hiddenq.monitor.server import MonitorSettings, serve
 from hiddenq.monitor.status import run_status
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share
 
 __all__ = [
+    "MonitorSettings",
     "Problem",
     "Rate",
     "RunStatus",
@@ -21,6 +23,7 @@ __all__ = [
     "format_share",
     "render",
     "run_status",
+    "serve",
     "summary_line",
     "verdict",
 ]

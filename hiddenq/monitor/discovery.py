@@ -1,0 +1,41 @@
+"""Prometheus HTTP service discovery from the workers' own registrations.
+
+Invariant: a target is a place (spool and GPU), not a process, so a restarted worker continues its series. A dead one
+stays listed, and is seen as down, until its host is drained or forgotten. Nobody edits a file when a machine joins.
+"""
+
+from __future__ import annotations
+
+from hiddenq.contracts.reports import WorkerReport
+from hiddenq.delivery import FleetSnapshot
+
+WILDCARDS = ("0.0.0.0", "[::]", "::", "")
+"""Addresses to listen on that nobody can connect to; such a worker is reached by its host's name."""
+
+
+def targets_of(snapshot: FleetSnapshot) -> list[dict[str, list[str] | dict[str, str]]]:
+    """The answer to Prometheus: one group a worker, with the labels that its series get."""
+    return [
+        {"targets": [_reachable(seen.report, seen.report.metrics_address)], "labels": labels_of(seen.report)}
+        for seen in snapshot.workers
+        if seen.report.metrics_address and (seen.live or not seen.drained)
+    ]
+
+
+def labels_of(report: WorkerReport) -> dict[str, str]:
+    """The labels of a target. Empty ones are left out, as Prometheus would."""
+    labels = {
+        "instance": report.target,
+        "target": report.target,
+        "role": report.role,
+        "run": report.run or "",
+        "host": report.host,
+        "device": report.device,
+        "spool_id": report.spool_id,
+    }
+    return {name: value for name, value in labels.items() if value}
+
+
+def _reachable(report: WorkerReport, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{report.host}:{port}" if host in WILDCARDS else address
