@@ -17,13 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-import structlog
-
 from hiddenq.contracts.errors import DatasetError, UsageError
 from hiddenq.contracts.layers import resolve_target_layers
 from hiddenq.contracts.run import DatasetIdentity, TokenizerIdentity
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import identify_model
+from hiddenq.telemetry import logger
 from producer.batching import BatchLimits, RotaryLimits
 from producer.blocks import Block, Suspect, read_blocks
 from producer.conversation import RowRejected, detect_schema
@@ -116,7 +115,7 @@ class Job:
         )
         self._encoder = Encoder(self._encoder_settings)
         self.tokenizer = self._tokenizer_identity(source)
-        structlog.get_logger("hiddenq").info(
+        logger().info(
             "input understood",
             row_schema=self.row_schema,
             files=len(self.files),
@@ -209,7 +208,7 @@ class Job:
         }
         return TokenizerIdentity(
             digest=source.digest() if source is not None else "",
-            chat_template_digest=hashlib.blake2b(chat.template.encode(), digest_size=16).hexdigest()
+            chat_template_digest=hashlib.blake2b(chat.template.text.encode(), digest_size=16).hexdigest()
             if chat is not None and is_chat
             else "",
             template_arguments=settings.template_arguments,

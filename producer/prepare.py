@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from hiddenq import __version__
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch
@@ -23,6 +21,7 @@ from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import DatasetIdentity, RunConfig
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_batches, load_run_json, write_run_json
+from hiddenq.telemetry import logger
 from producer.batching import cut_batches, iterate_lengths, order_keys
 from producer.job import Job, Progress, no_progress
 from producer.parts import put_file, remove_other_parts, write_plan
@@ -84,7 +83,7 @@ def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
                 lengths.append(block)
                 spill.append(block)
         spill.flush()
-        structlog.get_logger("hiddenq").info(
+        logger().info(
             "tokenised", num_rows=num_rows, num_samples=len(lengths), rejected=dict(reasons), repairs=dict(repairs)
         )
         job.check_rejects(num_rows, reasons)
