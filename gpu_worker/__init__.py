@@ -10,7 +10,9 @@ torch itself is imported by `serve`, after the environment of its allocator and 
     gather.py       states → the shard's bytes        memory.py       what fits; splitting
     pipeline.py     the threads around the GPU        writing.py      pinned bytes → spool → queue
     selfcheck.py    one sample alone                  gpu.py          what NVML says
-    report.py       what the worker says of itself
+    report.py       what the worker says of itself runs.py       a run as this worker serves it
+    feed.py         claims, made ready             engine.py     the device's side of the pipeline
+    warmup.py       proof and tuning at start      failures.py   failures in a row
 """
 
 from gpu_worker.settings import WorkerSettings
@@ -24,6 +26,7 @@ def serve(settings: WorkerSettings) -> int:
     Raises:
         UserError: what the user has to mend: settings, model, Redis, store.
     """
+    settings.set_environment()
     from gpu_worker.service import serve as run
 
     return run(settings)

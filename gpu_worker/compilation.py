@@ -24,9 +24,10 @@ def compile_decoder(decoder: Decoder) -> str:
     if any(_has_experts(layer) for layer in decoder.layers):
         return "eager (experts)"
     _dynamo_limits()
+    disable: Any = torch.compiler.disable
     kernels = list(recurrences(decoder.model))
     for module, name, function in kernels:
-        setattr(module, name, torch.compiler.disable(function))
+        setattr(module, name, disable(function))
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     return "layers, recurrence left alone" if kernels else "layers"

@@ -2,7 +2,7 @@
 
 Invariant: a `Decoder` exists only if one forward pass showed that its layers are called once each, in order, with one
 [B, S, H] stream between them, and that their outputs are what Transformers itself reports. Names and declarations in
-models are hints (nine names for the final norm, layer counts that lie), so they choose what to try, never what to trust.
+models are hints (nine names for the final norm, layer counts that lie): they choose what to try, never what to trust.
 
 Shape legend: B rows, S padded tokens, H hidden size.
 """
@@ -150,7 +150,7 @@ def _one_stream(states: Any, ids: Tensor) -> Tensor:
 
 
 def _compare_with_reported(states: list[Tensor], reported: tuple[Tensor, ...] | None) -> None:
-    """The hooks' outputs equal `hidden_states` at a shift of 1 (embeddings first) or 0 (none); last: maybe post-norm."""
+    """The hooks' outputs equal `hidden_states`, shifted by 1 (embeddings first) or 0; the last may be post-norm."""
     if not reported:
         raise _NotProved("the model reports no hidden_states to compare with")
     for shift in (1, 0):

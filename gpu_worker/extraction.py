@@ -46,8 +46,15 @@ class Extractor:
             self._wanted.setdefault(layer, []).append(column)
         self._batch: DeviceBatch | None = None
         self._stored: list[int] = []
-        for layer in sorted({*self._wanted, self._last_needed}):
+        self._handles = [
             decoder.layers[layer].register_forward_hook(self._hook(layer))
+            for layer in sorted({*self._wanted, self._last_needed})
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
 
     def upload(self, batch: PaddedBatch, payload: Tensor) -> DeviceBatch:
         """Copy a batch to the device (without waiting); `payload` uint8 is where its bytes will be."""
@@ -63,17 +70,13 @@ class Extractor:
             host_begins=batch.begins,
         )
         ids_BS = batch.input_ids_BS.to(device, non_blocking=True).long()
-        store_tokens(
-            ids_BS.to(payload.device), batch.loss_mask_BS.to(payload.device, non_blocking=True), destination
-        )
+        store_tokens(ids_BS.to(payload.device), batch.loss_mask_BS.to(payload.device, non_blocking=True), destination)
         positions_BS = batch.positions_BS.to(device, non_blocking=True).long()
         mask_BS = None
         if self.masked:
             steps = torch.arange(batch.padded_length, device=device)
             mask_BS = (steps[None, :] < lengths_B.to(device)[:, None]).long()
-        return DeviceBatch(
-            input_ids_BS=ids_BS, positions_BS=positions_BS, mask_BS=mask_BS, destination=destination
-        )
+        return DeviceBatch(input_ids_BS=ids_BS, positions_BS=positions_BS, mask_BS=mask_BS, destination=destination)
 
     def run(self, batch: DeviceBatch) -> None:
         """Run the decoder over a batch; its states are in the payload when the device gets there.

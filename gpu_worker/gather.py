@@ -4,7 +4,7 @@ Invariant: the payload on the device is, byte for byte, what the file holds afte
 stored layer is written exactly once, converted to the storage dtype, and looked at for NaN and Inf on the way. On a GPU
 that is one kernel launch a layer, made by the layer's hook, so no layer's output outlives the next layer.
 
-Shape legend: B rows, S padded tokens, K target layers, H hidden size, C stored columns (K layers, then the final state).
+Shape legend: B rows, S padded tokens, K target layers, H hidden size, C stored columns (K layers, final state).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def columns_of(shard_format: ShardFormat) -> tuple[Column, ...]:
 
 
 def quantize_fp8(states_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token fp8: float8_e4m3fn [N, H] and float32 scales [N, 1]; states ≈ values x scale, within 1/16 of a row's max.
+    """Per-token fp8: float8_e4m3fn [N, H], float32 scales [N, 1]; states ≈ values x scale, within 1/16 of a row's max.
 
     The scale is the row's largest magnitude over 448, the largest e4m3fn value.
     """
@@ -186,9 +186,7 @@ def load_states(
     return loaded
 
 
-def name_nonfinite(
-    columns: tuple[Column, ...], nonfinite_CB: Tensor, describe: Callable[[int], str]
-) -> str | None:
+def name_nonfinite(columns: tuple[Column, ...], nonfinite_CB: Tensor, describe: Callable[[int], str]) -> str | None:
     """Say which rows and layers hold NaN or Inf; None if none does. `describe` names a row's sample."""
     places = nonfinite_CB.nonzero().tolist()
     if not places:

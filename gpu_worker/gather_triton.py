@@ -40,7 +40,7 @@ def _store_states_kernel(
         place = tl.multiple_of(place, ALIGN)
         if FP8:
             wide = values.to(tl.float32)
-            scale = tl.maximum(tl.max(tl.abs(wide)) / 448.0, 1.1754943508222875e-38)
+            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide)), 448.0), 1.1754943508222875e-38)
             bad = tl.sum((wide != wide).to(tl.int32)) + tl.sum((tl.abs(wide) == float("inf")).to(tl.int32))
             stored = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0).to(out.dtype.element_ty)
             where = (begin + length.to(tl.int64) * scale_prefix + token.to(tl.int64) * scale_stride + scale_offset) // 4

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 _FLA_CHUNK_MODULES = ("fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk", "fla.ops.gla.chunk")
 
 
 def never_packed() -> None:
     """Tell Transformers' mask code that no row holds two samples."""
-    masking = importlib.import_module("transformers.masking_utils")
-    masking.find_packed_sequence_indices = _no_packed_samples  # type: ignore[attr-defined]
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    masking.find_packed_sequence_indices = _no_packed_samples
 
 
 def _no_packed_samples(position_ids: Tensor) -> None:
@@ -106,10 +106,9 @@ def _fla_convolution() -> Callable[..., Tensor] | None:
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
-        output, _state = causal_conv1d(
-            hidden_states.transpose(1, 2), weight=weight, bias=bias, activation=activation
-        )
-        return output.transpose(1, 2)
+        output, _state = causal_conv1d(hidden_states.transpose(1, 2), weight=weight, bias=bias, activation=activation)
+        states: Tensor = output.transpose(1, 2)
+        return states
 
     convolve._hiddenq_fast = True  # type: ignore[attr-defined]
     return convolve
@@ -119,7 +118,7 @@ def _tune_once() -> None:
     """fla's chunk-local sums and l2 norms are tuned per batch size and per token count; make both see one size."""
     for name in _FLA_CHUNK_MODULES:
         try:
-            module = importlib.import_module(name)
+            module: Any = importlib.import_module(name)
         except ImportError:
             continue
         if hasattr(module, "chunk_local_cumsum"):
@@ -137,7 +136,7 @@ def one_row_cumsum(cumsum: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return cumsum(g, chunk_size, *arguments, **named)
         padding = -tokens % chunk_size
         if padding:
-            g = F.pad(g, (0, 0) * (g.dim() - 2) + (0, padding))
+            g = functional.pad(g, (0, 0) * (g.dim() - 2) + (0, padding))
         summed = cumsum(g.reshape(1, rows * (tokens + padding), *g.shape[2:]), chunk_size, *arguments, **named)
         return summed.view(rows, tokens + padding, *g.shape[2:])[:, :tokens].contiguous()
 

@@ -27,6 +27,8 @@ class WorkerSettings(Frozen):
     """Redis address; None: `HIDDENQ_REDIS_URL`."""
     run: str | None = None
     """Run id; None: the only live run there is."""
+    any_run: bool = False
+    """Also take batches of other runs that need the same model."""
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     spool: Path
@@ -72,6 +74,8 @@ class WorkerSettings(Frozen):
             raise UsageError(f"--device {self.device}: expected cpu or cuda:N")
         if self.attention not in ATTENTIONS:
             raise UsageError(f"--attention {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.any_run and self.run is not None:
+            raise UsageError(f"--any-run: has no effect with --run {self.run}; leave one of them out")
         if self.gpus_per_worker > 1 and self.device == "cpu":
             raise UsageError("--gpus-per-worker: has no effect on the CPU; leave it out or name a GPU")
         return self

@@ -1,0 +1,255 @@
+"""From a checkpoint to its language decoder: only that, all of it, and in the numbers the run asked for.
+
+Invariant: every weight of the decoder came from the checkpoint (Transformers fills gaps with random numbers and says so
+only in its loading info, which is always asked for); layers are counted and layer ids checked on a model without
+weights before any weight is read; a quantised checkpoint runs as it is, or dequantised because someone said so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_worker.decoder import count_layers
+from gpu_worker.extraction import check_layers
+from hiddenq.contracts.errors import ModelError
+
+WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
+"""Prefix of the decoder's weights in a wrapper's checkpoint."""
+_SUPPORT = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+_WEIGHT_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A decoder without head, with its weights, in evaluation mode."""
+
+    model: nn.Module
+    config: Any
+    """The decoder's own config (of the text part of a wrapper)."""
+    attention: str
+    quantization: str | None
+    """None, `fp8 (native)`, `mxfp4 (dequantized)`, …"""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that take part in matrix products: all of two or more axes but embeddings."""
+        embeddings = {id(part.weight) for part in self.model.modules() if isinstance(part, nn.Embedding)}
+        return sum(
+            weight.numel() for weight in self.model.parameters() if weight.dim() >= 2 and id(weight) not in embeddings
+        )
+
+
+def load_decoder(
+    path: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    attention: str = "auto",
+    target_layer_ids: tuple[int, ...] = (),
+    trust_remote_code: bool = False,
+    dequantize: bool = False,
+    num_gpus: int = 1,
+) -> LoadedModel:
+    """Load the language decoder of a checkpoint.
+
+    Raises:
+        ModelError: no such model, a kind that is not supported, a layer id that does not exist, a decoder weight that
+            the checkpoint lacks, or a quantisation that can't run here as asked.
+    """
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not Path(path).is_dir():
+        common["revision"] = revision
+    config, text_config = _read_config(path, common)
+    method = _quantization_method(config)
+    attention, shell = _build_shell(path, text_config, attention, common)
+    check_layers(target_layer_ids, count_layers(shell))
+    arguments: dict[str, Any] = common | {
+        "config": text_config,
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "output_loading_info": True,
+        "device_map": _device_map(device, num_gpus),
+    }
+    if num_gpus > 1:
+        arguments["max_memory"] = _only_gpus(device, num_gpus)
+    if text_config is not config:
+        arguments["key_mapping"] = {WRAPPED_DECODER: ""}
+    if method is not None:
+        arguments["quantization_config"] = _quantization_config(config, method, dequantize)
+    model, info = _from_pretrained(path, arguments, method)
+    _refuse_gaps(path, model, info)
+    return LoadedModel(
+        model=model.eval(),
+        config=text_config,
+        attention=str(getattr(model.config, "_attn_implementation", attention)),
+        quantization=_quantization_found(model, method, dequantize),
+    )
+
+
+def choose_attention(model_class: Any, asked: str, *, on_gpu: bool, available: Sequence[str]) -> list[str]:
+    """Attention implementations to try, best first, for a model class that says what it supports.
+
+    `available` are the optional packages that are installed: `flash_attention_2`, `flash_attention_3`.
+    """
+    if asked != "auto":
+        return [asked]
+    order = ["sdpa", *(name for name in ("flash_attention_3", "flash_attention_2") if on_gpu and name in available)]
+    return [name for name in order if getattr(model_class, _SUPPORT[name], False)] + ["eager"]
+
+
+def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, **common)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"--model {path}: {config.model_type} is an encoder-decoder; hiddenq reads causal decoders")
+    try:
+        return config, config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+
+
+def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> tuple[str, nn.Module]:
+    """A model without weights, with the best attention that it takes."""
+    from transformers import AutoModel
+
+    refusal: Exception | None = None
+    for attention in _attentions(config, asked, common):
+        try:
+            with torch.device("meta"):
+                shell: nn.Module = AutoModel.from_config(
+                    config, attn_implementation=attention, trust_remote_code=common["trust_remote_code"]
+                )
+            return attention, shell
+        except (ValueError, ImportError) as error:
+            refusal = refusal or error
+    raise ModelError(f"--model {path}: {_first_line(refusal)}") from refusal
+
+
+def _attentions(config: Any, asked: str, common: dict[str, Any]) -> list[str]:
+    from transformers import MODEL_MAPPING
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    available = []
+    if is_flash_attn_2_available():
+        available.append("flash_attention_2")
+    if is_flash_attn_3_available():
+        available.append("flash_attention_3")
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:  # code that the checkpoint brings along: ask it
+        return [asked] if asked != "auto" else ["sdpa", "eager"]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    return choose_attention(model_class, asked, on_gpu=torch.cuda.is_available(), available=available)
+
+
+def _device_map(device: str, num_gpus: int) -> Any:
+    return "balanced" if num_gpus > 1 else {"": device}
+
+
+def _only_gpus(device: str, num_gpus: int) -> dict[int, int]:
+    """Memory for `device_map`: what is free on the worker's GPUs, nothing on the others, a tenth left for states."""
+    first = int(device.partition(":")[2])
+    if first + num_gpus > torch.cuda.device_count():
+        raise ModelError(f"--gpus-per-worker {num_gpus}: from {device} on there are fewer GPUs")
+    return {
+        index: int(torch.cuda.mem_get_info(index)[0] * 0.9) if first <= index < first + num_gpus else 0
+        for index in range(torch.cuda.device_count())
+    }
+
+
+def _from_pretrained(path: str, arguments: dict[str, Any], method: str | None) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModel
+
+    try:
+        model, info = AutoModel.from_pretrained(path, **arguments)
+    except ImportError as error:
+        raise ModelError(f"--model {path}: {method or 'the model'} needs a package: {_first_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+    return model, info
+
+
+def _refuse_gaps(path: str, model: nn.Module, info: dict[str, Any]) -> None:
+    missing = sorted(map(str, info.get("missing_keys", ())))
+    mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ()))
+    if missing or mismatched:
+        kind, names = ("lacks", missing) if missing else ("has another shape for", mismatched)
+        shown = ", ".join(names[:_WEIGHT_NAMES_SHOWN]) + (" …" if len(names) > _WEIGHT_NAMES_SHOWN else "")
+        raise ModelError(
+            f"--model {path}: the checkpoint {kind} {len(names)} of the decoder's {len(list(model.parameters()))} "
+            f"weights: {shown}"
+        )
+    if info.get("error_msgs"):
+        raise ModelError(f"--model {path}: {_first_line(info['error_msgs'][0])}")
+
+
+def _quantization_method(config: Any) -> str | None:
+    fields = _quantization_fields(config)
+    if not fields:
+        return None
+    method = fields.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
+def _quantization_fields(config: Any) -> dict[str, Any]:
+    """The quantisation section of a checkpoint's config, or of its text part; empty if it is not quantised."""
+    for part in (config, config.get_text_config(decoder=True)):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is not None:
+            return dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+    return {}
+
+
+def _quantization_config(config: Any, method: str, dequantize: bool) -> Any:
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    fields = _quantization_fields(config)
+    if dequantize:
+        fields["dequantize"] = True
+    try:
+        quantization = AutoQuantizationConfig.from_dict(fields)
+    except (ValueError, ImportError, TypeError) as error:
+        raise ModelError(f"quantised checkpoint ({method}): {_first_line(error)}") from error
+    if dequantize and not hasattr(quantization, "dequantize"):
+        raise ModelError(f"--dequantize: Transformers can't dequantise {method} while loading")
+    return quantization
+
+
+def _quantization_found(model: Any, method: str | None, dequantize: bool) -> str | None:
+    """What the weights are now; a silent dequantisation is refused.
+
+    Raises:
+        ModelError: the checkpoint was dequantised because kernels or a capability are missing here.
+    """
+    if method is None:
+        return None
+    quantizer = getattr(model, "hf_quantizer", None)
+    settings = getattr(quantizer, "quantization_config", None)
+    native = quantizer is not None and not getattr(settings, "dequantize", False)
+    if not native and not dequantize:
+        raise ModelError(
+            f"this checkpoint is quantised ({method}) and can't run so here (kernels or GPU capability are missing); "
+            "use a machine that can, or --dequantize to run it in the run's dtype (more memory, other numbers)"
+        )
+    return f"{method} ({'native' if native else 'dequantized'})"
+
+
+def _first_line(error: object) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]

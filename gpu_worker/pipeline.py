@@ -1,0 +1,285 @@
+"""The threads around the device, and what becomes of a batch in each.
+
+Invariant: every claim that enters ends in exactly one of publish, fail, hand back or lost; every pinned buffer comes
+back to the ring and every reserved file is published or discarded, whatever raised. At most `ON_DEVICE` batches are on
+the device, so a batch that kills it drags down few others; the rest of the work overlaps with them.
+
+    feed ──► this thread: launch ──► collector: wait for the device, finite? ──► writers: write, rename, publish
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.engine import Engine, Launched, Ring, Slot, is_dead
+from gpu_worker.failures import DeviceLost, FailureStreak
+from gpu_worker.feed import Feed, Work
+from gpu_worker.gather import name_nonfinite
+from gpu_worker.report import WorkerStatus
+from gpu_worker.selfcheck import TOLERANCES
+from gpu_worker.writing import publish_shard, write_shard
+from hiddenq import telemetry
+from hiddenq.contracts.errors import LeaseLost, NonFiniteStates, RedisAway
+from hiddenq.contracts.manifest import SelfCheck
+from hiddenq.contracts.messages import BatchJob
+from hiddenq.delivery import Consumer
+from hiddenq.storage import Spool
+
+ON_DEVICE = 2
+LOOK_SECONDS = 0.1
+
+
+@dataclass(kw_only=True)
+class DeviceTime:
+    """How busy the device was between its first and its last batch."""
+
+    first: torch.cuda.Event | None = None
+    busy_seconds: float = 0.0
+    span_seconds: float = 0.0
+
+    def add(self, launched: Launched) -> float:
+        """A batch ended; returns the seconds it kept the device busy."""
+        if launched.started is None or launched.ended is None:
+            seconds = launched.finished_at - launched.launched_at
+        else:
+            self.first = self.first or launched.started
+            seconds = launched.started.elapsed_time(launched.ended) / 1000
+            self.span_seconds = self.first.elapsed_time(launched.ended) / 1000
+        self.busy_seconds += seconds
+        return seconds
+
+
+class Pipeline:
+    """Takes ready batches from a feed until the consumer is told to stop."""
+
+    def __init__(
+        self,
+        consumer: Consumer[BatchJob],
+        spool: Spool,
+        feed: Feed,
+        engine: Engine,
+        ring: Ring,
+        status: WorkerStatus,
+        streak: FailureStreak,
+        *,
+        record_check: Callable[[str, SelfCheck], None],
+        num_writers: int,
+        fsync: bool,
+    ) -> None:
+        self.device_time = DeviceTime()
+        self._consumer, self._spool, self._feed, self._engine, self._ring = consumer, spool, feed, engine, ring
+        self._status, self._streak, self._record_check, self._fsync = status, streak, record_check, fsync
+        self._launched: queue.SimpleQueue[tuple[Work, Launched] | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[Work, Launched] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(ON_DEVICE)
+        self._fatal: BaseException | None = None
+        self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
+        self._writers = [
+            threading.Thread(target=self._write, name=f"writer-{number}", daemon=True) for number in range(num_writers)
+        ]
+
+    def run(self) -> None:
+        """Work until told to stop; what is on the device then is finished, what is not is handed back.
+
+        Raises:
+            DeviceLost: the device is gone.
+            UserError: what the user has to mend, met in any thread.
+        """
+        for thread in (self._collector, *self._writers):
+            thread.start()
+        self._feed.start()
+        idle_since: float | None = None
+        try:
+            while not self._consumer.stopping.is_set():
+                self._raise_fatal()
+                work = self._feed.take(LOOK_SECONDS)
+                if work is not None:
+                    idle_since = None
+                    self._launch(work)
+                elif self._room._value == ON_DEVICE:
+                    idle_since = self._idle(idle_since)
+            self._status.become("draining", "finishing what is on the device")
+        finally:
+            self._consumer.stopping.set()
+            self._close()
+        self._raise_fatal()
+
+    def fail(self, error: BaseException) -> None:
+        """End the pipeline with an error from outside (the GPU's sampler, say)."""
+        self._fatal = self._fatal or error
+
+    def _raise_fatal(self) -> None:
+        error = self._fatal or self._feed.error
+        if error is not None:
+            raise error
+
+    def _close(self) -> None:
+        self._feed.close()
+        self._launched.put(None)
+        self._collector.join()
+        for _ in self._writers:
+            self._finished.put(None)
+        for thread in self._writers:
+            thread.join()
+
+    def _idle(self, since: float | None) -> float:
+        now = time.monotonic()
+        if since is not None:
+            self._status.metrics.claim_wait_seconds.inc(now - since)
+        self._status.queue_ran_empty()
+        if self._streak.is_sick:
+            self._status.become("sick", str(self._streak))
+        elif self._feed.is_paused:
+            self._status.become("paused", "the spool is over its high mark")
+        else:
+            self._status.become("idle")
+        return now
+
+    # The device
+
+    def _launch(self, work: Work) -> None:
+        slot = self._wait_for_room()
+        if slot is None:
+            work.file.discard()
+            self._consumer.hand_back(work.claim)
+            return
+        self._status.become("busy")
+        batch_id = work.claim.message.batch_id
+        try:
+            self._consumer.enter(work.claim, "gpu")
+            self._status.launched(batch_id, 0)
+            check = work.run.needs_check(work.batch.padded_length)
+            launched = self._engine.launch(work.run.extractor, work.batch, slot, check=check)
+        except Exception as error:
+            self._room.release()
+            self._end_badly(work, slot, error)
+            if is_dead(self._engine.device):
+                self.fail(DeviceLost(f"batch {batch_id}: {error}"))
+            return
+        self._status.launched(batch_id, launched.num_splits)
+        self._launched.put((work, launched))
+
+    def _wait_for_room(self) -> Slot | None:
+        """A pinned buffer, once the device can take another batch; None if the worker is to stop first."""
+        slot: Slot | None = None
+        while not self._consumer.stopping.is_set() and self._fatal is None:
+            slot = slot or self._ring.take(LOOK_SECONDS)
+            if slot is not None and self._room.acquire(timeout=LOOK_SECONDS):
+                return slot
+        if slot is not None:
+            self._ring.give(slot)
+        return None
+
+    def _collect(self) -> None:
+        telemetry.bind(worker=self._consumer.name)
+        while (item := self._launched.get()) is not None:
+            work, launched = item
+            try:
+                launched.wait()
+                seconds = self.device_time.add(launched)
+            except RuntimeError as error:  # what the device raised long after the launch
+                self._room.release()
+                self._end_badly(work, launched.slot, error)
+                self.fail(DeviceLost(f"batch {work.claim.message.batch_id}: {error}"))
+                continue
+            self._room.release()
+            self._status.busy(seconds)
+            self._status.metrics.stage_seconds.labels("gpu").observe(seconds)
+            self._status.left_device(work.claim.message.batch_id)
+            self._finished.put(item)
+
+    # The spool
+
+    def _write(self) -> None:
+        telemetry.bind(worker=self._consumer.name)
+        while (item := self._finished.get()) is not None:
+            work, launched = item
+            slot: Slot | None = launched.slot
+            try:
+                self._refuse_nonfinite(work, launched)
+                self._consumer.enter(work.claim, "write")
+                with self._status.metrics.stage_seconds.labels("write").time():
+                    written = write_shard(work.file, work.layout, launched.payload)
+                self._ring.give(launched.slot)
+                slot = None
+                with self._status.metrics.stage_seconds.labels("publish").time():
+                    publish_shard(
+                        self._consumer.publish,
+                        work.claim,
+                        self._spool,
+                        work.file,
+                        work.layout,
+                        written,
+                        worker=self._consumer.name,
+                        fsync=self._fsync,
+                    )
+            except Exception as error:
+                self._end_badly(work, slot, error)
+                continue
+            self._streak.succeeded()
+            self._status.published(
+                num_samples=work.batch.num_rows,
+                num_tokens=work.batch.num_tokens,
+                num_padded_tokens=work.batch.num_padded_tokens,
+                num_bytes=written.num_bytes,
+            )
+            self._report_check(work, launched)
+
+    def _refuse_nonfinite(self, work: Work, launched: Launched) -> None:
+        if not bool(launched.nonfinite_CB.any()):
+            return
+        job = work.claim.message
+        where = name_nonfinite(
+            work.run.extractor.columns,
+            launched.nonfinite_CB,
+            lambda row: f"sample {work.batch.sample_ids[row]} ({work.batch.lengths[row]} tokens)",
+        )
+        self._status.metrics.nonfinite.inc()
+        raise NonFiniteStates(
+            f"batch {job.batch_id}: {where}; nothing is published. --dtype bfloat16 or float32 has a wider range "
+            "than float16; a sample that fails in those, too, is best left out"
+        )
+
+    def _report_check(self, work: Work, launched: Launched) -> None:
+        if launched.check is None:
+            return
+        check, config = launched.check, work.run.config
+        difference, layer = check.worst([column.name for column in work.run.extractor.columns])
+        if check.typical() > TOLERANCES[config.model.dtype]:
+            telemetry.logger().error(
+                "self_check_differs", batch=work.claim.message.batch_id, sample=check.sample_id, layer=layer,
+                typical=check.typical(), largest=difference,
+            )  # fmt: skip
+        found = SelfCheck(
+            batch_id=work.claim.message.batch_id,
+            sample_id=check.sample_id,
+            num_tokens=check.num_tokens,
+            padded_length=check.padded_length,
+            worker=self._consumer.name,
+            max_relative_difference=difference,
+            worst_layer=layer,
+        )
+        try:
+            self._record_check(config.run, found)
+        except RedisAway as away:
+            telemetry.logger().warning("self_check_not_recorded", error=str(away))
+
+    def _end_badly(self, work: Work, slot: Slot | None, error: Exception) -> None:
+        """A batch failed: its buffer, its file and its claim go back."""
+        if slot is not None:
+            self._ring.give(slot)
+        work.file.discard()
+        self._status.left_device(work.claim.message.batch_id)
+        if isinstance(error, LeaseLost):
+            self._status.lease_lost()
+            telemetry.logger().warning("lease_lost", batch=work.claim.message.batch_id, error=str(error))
+            return
+        self._status.failed(error)
+        self._streak.failed(error)
+        self._consumer.fail(work.claim, error, device=self._status.report().gpu_uuid or str(self._engine.device))

@@ -1,0 +1,103 @@
+"""One sample of each length band recomputed alone and held against what its batch gave.
+
+Invariant: the sample chosen is the shortest of its batch, the one with the most padding beside it: on the longest the
+check could not fail. It runs through the same hooks and gather, and costs one short forward pass a band.
+
+Shape legend: S tokens of the sample, H hidden size, C stored columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpu_worker.extraction import Extractor
+from gpu_worker.gather import Destination, load_states
+from gpu_worker.inputs import DeviceBatch, PaddedBatch
+
+TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
+"""Relative difference above which a self-check is a warning, by the model's dtype: far above what other kernels and
+batch sizes cause, far below what padding that leaks into a sample causes."""
+
+
+def length_band(padded_length: int) -> int:
+    """Lengths of a band share their power of two: 17 to 32 tokens are band 5."""
+    return (padded_length - 1).bit_length()
+
+
+def shortest_row(batch: PaddedBatch) -> int:
+    """The row with the most padding."""
+    return min(range(batch.num_rows), key=batch.lengths.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCheck:
+    """A check whose figures the device has yet to compute."""
+
+    sample_id: int
+    num_tokens: int
+    padded_length: int
+    differences_C2: Tensor
+    """float32: for each column the largest difference, and the layer's largest magnitude."""
+    typical_C: Tensor
+    """float32: for each column the median token's relative difference."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PendingCheck:
+        """The same check with its figures elsewhere."""
+        return replace(self, differences_C2=move(self.differences_C2), typical_C=move(self.typical_C))
+
+    def worst(self, columns: list[str]) -> tuple[float, str]:
+        """The largest difference over all columns, relative to the column's largest magnitude, and where."""
+        found = self.differences_C2.tolist()
+        relative = [difference / magnitude if magnitude else difference for difference, magnitude in found]
+        place = max(range(len(relative)), key=relative.__getitem__)
+        return relative[place], columns[place]
+
+    def typical(self) -> float:
+        """The largest median over all columns: blind to a router that sends single tokens elsewhere."""
+        return float(self.typical_C.max())
+
+
+def compare_alone(extractor: Extractor, batch: PaddedBatch, on_device: DeviceBatch, row: int) -> PendingCheck:
+    """Run one row of a batch alone, without padding, and compare; nothing here waits for the device."""
+    length, whole = batch.lengths[row], on_device.destination
+    payload = torch.empty(
+        length * extractor.shard_format.bytes_per_token, dtype=torch.uint8, device=whole.payload.device
+    )
+    alone = DeviceBatch(
+        input_ids_BS=on_device.input_ids_BS[row : row + 1, :length],
+        positions_BS=on_device.positions_BS[row : row + 1, :length],
+        mask_BS=None,
+        destination=Destination(
+            payload=payload,
+            lengths_B=whole.lengths_B[row : row + 1],
+            begins_B=torch.zeros_like(whole.begins_B[row : row + 1]),
+            nonfinite_CB=torch.zeros_like(whole.nonfinite_CB[:, row : row + 1]),
+            bytes_per_token=whole.bytes_per_token,
+            host_lengths=(length,),
+            host_begins=(0,),
+        ),
+    )
+    extractor.run(alone)
+    hidden = extractor.decoder.hidden_size
+    together = load_states(extractor.columns, whole.payload, batch.begins[row], length, hidden)
+    expected = load_states(extractor.columns, payload, 0, length, hidden)
+    pairs = [(mine, reference) for (_, mine), (_, reference) in zip(together, expected, strict=True)]
+    return PendingCheck(
+        sample_id=batch.sample_ids[row],
+        num_tokens=length,
+        padded_length=batch.padded_length,
+        differences_C2=torch.stack(
+            [torch.stack([(mine - reference).abs().max(), reference.abs().max()]) for mine, reference in pairs]
+        ),
+        typical_C=torch.stack([token_differences(mine, reference).median() for mine, reference in pairs]),
+    )
+
+
+def token_differences(mine_SH: Tensor, reference_SH: Tensor) -> Tensor:
+    difference_S = torch.linalg.vector_norm(mine_SH - reference_SH, dim=-1)
+    relative_S: Tensor = difference_S / torch.linalg.vector_norm(reference_SH, dim=-1).clamp_min(1e-30)
+    return relative_S

@@ -1,0 +1,90 @@
+"""From the pinned block to the spool and the upload queue.
+
+Invariant: the bytes that the device gathered are written as they lie, once, behind the header, while their CRC64-NVME
+is computed from the same memory; only then the file gets its name, and only then one transaction makes it the batch's
+result. A worker whose lease is gone deletes its own file and nobody else's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hiddenq.contracts import names
+from hiddenq.contracts.checksum import Crc64Nvme
+from hiddenq.contracts.errors import LeaseLost
+from hiddenq.contracts.messages import BatchJob, ShardReady
+from hiddenq.contracts.shard import ShardLayout
+from hiddenq.delivery import Claim
+from hiddenq.storage import Spool, SpoolFile
+
+CHUNK_BYTES = 32 << 20
+"""Written at once: large enough to be cheap, small enough that the checksum reads it from a cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A shard on disk under its temporary name."""
+
+    checksum: str
+    num_bytes: int
+
+
+def write_shard(file: SpoolFile, layout: ShardLayout, payload: Tensor) -> Written:
+    """Write header and payload into a reserved file of just that size.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    crc, position = Crc64Nvme(), 0
+    for block in (memoryview(layout.header), payload.numpy().data):
+        for first in range(0, len(block), CHUNK_BYTES):
+            chunk = block[first : first + CHUNK_BYTES]
+            crc.update(chunk)
+            position += _write_all(file.fd, chunk, position)
+    return Written(checksum=crc.value, num_bytes=position)
+
+
+def publish_shard(
+    publish: Callable[[Claim[BatchJob], ShardReady], None],
+    claim: Claim[BatchJob],
+    spool: Spool,
+    file: SpoolFile,
+    layout: ShardLayout,
+    written: Written,
+    *,
+    worker: str,
+    fsync: bool,
+) -> ShardReady:
+    """Name the file and make it the batch's result.
+
+    Raises:
+        LeaseLost: the batch is another execution's; the file is gone.
+    """
+    file.publish(fsync=fsync)
+    shard = ShardReady(
+        batch=claim.message,
+        spool_id=spool.spool_id,
+        file_name=names.shard_file_name(claim.message.batch_id, claim.execution),
+        num_bytes=written.num_bytes,
+        data_offset=layout.data_offset,
+        checksum=written.checksum,
+        execution=claim.execution,
+        worker=worker,
+    )
+    try:
+        publish(claim, shard)
+    except LeaseLost:
+        spool.delete(shard.file_name)
+        raise
+    return shard
+
+
+def _write_all(descriptor: int, data: memoryview, position: int) -> int:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], position + written)
+    return written
