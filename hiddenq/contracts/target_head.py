@@ -54,6 +54,8 @@ class TargetHead(Versioned):
     config_digest: str
     weights_digest: str
     architecture: str
+    model_type: str
+    """Transformers' name of the (text) model's kind, such as `qwen3`."""
     norm: NormSpec
     logit_scale: float
     """Factor on lm_head's output, before the softcap (Cohere, Granite, MiniCPM, Falcon-H1)."""

@@ -30,6 +30,8 @@ from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_batches, load_run_json, read_token_rows
 
 _MAX_OPEN_FILES = 64
+_TOKEN_BYTES = 16
+"""A token's id and mask, int64 each: the last two tensors of a sample."""
 
 
 def open_run(uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16) -> Run:
@@ -96,7 +98,10 @@ class Run:
         return len(self.index.sample_ids)
 
     def __contains__(self, sample_id: object) -> bool:
-        return isinstance(sample_id, (int, np.integer)) and bool(np.isin(sample_id, self.index.sample_ids))
+        try:
+            return isinstance(sample_id, (int, np.integer)) and self.index.position(int(sample_id)) >= 0
+        except KeyError:
+            return False
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.index.sample_ids.tolist())
@@ -136,18 +141,31 @@ class Run:
         """
         return decode_sample(self.read_bytes(sample_id), self.shard_format, sample_id, dtype)
 
+    def read_tokens(self, sample_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input_ids, loss_mask) of a sample, int64 [S] each, without its states: they are the end of its range."""
+        at = self._position(sample_id)
+        num_tokens, num_bytes = int(self.index.num_tokens[at]), int(self.index.num_bytes[at])
+        ids, mask = self._range(at, num_bytes - num_tokens * _TOKEN_BYTES, num_bytes).view(torch.int64).chunk(2)
+        return ids, mask
+
     def read_bytes(self, sample_id: int) -> torch.Tensor:
         """The sample's byte range as it is stored, uint8 [num_bytes]."""
+        at = self._position(sample_id)
+        return self._range(at, 0, int(self.index.num_bytes[at]))
+
+    def _position(self, sample_id: int) -> int:
         try:
-            at = self.index.position(sample_id)
+            return self.index.position(sample_id)
         except KeyError:
             raise KeyError(f"sample {sample_id} is not in run {self.config.run} ({len(self)} samples)") from None
-        key = self.index.shard_keys[self.index.shard[at]]
-        begin, num_bytes = int(self.index.byte_offset[at]), int(self.index.num_bytes[at])
-        buffer = self._local.read(self.store, key, begin, num_bytes)
-        if len(buffer) != num_bytes:
+
+    def _range(self, at: int, begin: int, end: int) -> torch.Tensor:
+        """Bytes `begin` to `end` of the sample at a position of the index."""
+        key, offset = self.index.shard_keys[self.index.shard[at]], int(self.index.byte_offset[at]) + begin
+        buffer = self._local.read(self.store, key, offset, end - begin)
+        if len(buffer) != end - begin:
             raise DamagedShard(
-                f"{key}: sample {sample_id}: expected {num_bytes} bytes at {begin}, found {len(buffer)}; "
+                f"{key}: sample {self.sample_ids[at]}: expected {end - begin} bytes at {offset}, found {len(buffer)}; "
                 f"run `hiddenq verify --out {self.uri}`"
             )
         return buffer

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.made_run import MadeRun, make_run
+from gpu_worker.target_head import write_target_head
+from hiddenq.storage import open_store
+from tests.support.made_run import MadeRun, make_run, states_of_model
+from tests.support.models import save_tiny_model
+from tests.support.trainers import trainers
+
+__all__ = ["trainers"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,4 +33,30 @@ def make(tmp_path: Path) -> Callable[..., MadeRun]:
     def made(name: str = "run", **fields: Any) -> MadeRun:
         return make_run(tmp_path / name, **fields)
 
+    return made
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama of 6 layers, hidden 64."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
+def model_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> MadeRun:
+    """A run of that model in bfloat16 with its target head: 16 samples, three target layers; never to be changed."""
+    folder = tmp_path_factory.mktemp("model-run")
+    layers = (1, 2, 4)
+    made = make_run(
+        folder,
+        num_samples=16,
+        vocab_size=512,
+        num_layers=6,
+        hidden_size=64,
+        target_layer_ids=layers,
+        states=states_of_model(model_folder, layers),
+        model=str(model_folder),
+        architecture="LlamaForCausalLM",
+    )
+    write_target_head(open_store(folder), made.config)
     return made

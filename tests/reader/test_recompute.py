@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from hiddenq.contracts.errors import ModelError
 from hiddenq.reader import verify
-from tests.support.made_run import MadeRun, make_run
+from tests.support.made_run import MadeRun, make_run, states_of_model
 from tests.support.models import save_tiny_model
 
 Make = Callable[..., MadeRun]
@@ -28,16 +26,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def real(tmp_path: Path, model_folder: Path) -> MadeRun:
     """A run whose states are those of a tiny model."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-
-    def states(sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        final: list[torch.Tensor] = []
-        hook = model.model.norm.register_forward_pre_hook(lambda _module, args: final.append(args[0][0]))
-        with torch.no_grad():
-            hidden = model.model(input_ids[None], output_hidden_states=True).hidden_states
-        hook.remove()
-        return torch.stack([hidden[2][0], hidden[3][0]], dim=1), final[0]
-
     return make_run(
         tmp_path / "run",
         num_layers=4,
@@ -46,7 +34,7 @@ def real(tmp_path: Path, model_folder: Path) -> MadeRun:
         target_layer_ids=(1, 2),
         min_length=9,
         max_length=9,
-        states=states,
+        states=states_of_model(model_folder, (1, 2)),
         model=str(model_folder),
     )
 

@@ -280,6 +280,29 @@ def make_run(
     return made
 
 
+def states_of_model(folder: Path, target_layer_ids: tuple[int, ...]) -> States:
+    """States of a model on disk, by hooks on its layers, sample by sample in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    layers = model.get_decoder().layers
+
+    def states(_sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs: list[torch.Tensor] = []
+
+        def record(_module: Any, _args: Any, output: Any) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else output)[0])
+
+        handles = [layer.register_forward_hook(record) for layer in layers]
+        with torch.no_grad():
+            model.get_decoder()(input_ids[None], use_cache=False)
+        for handle in handles:
+            handle.remove()
+        return torch.stack([outputs[layer] for layer in target_layer_ids], dim=1), outputs[-1]
+
+    return states
+
+
 def _write_tokens(
     folder: Path, samples: dict[int, MadeSample], batch_ids: list[list[int]], batches_per_part: int
 ) -> tuple[list[BatchPlan], int]:

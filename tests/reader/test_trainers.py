@@ -1,0 +1,77 @@
+"""Exports and drop-in datasets in the trainers' own loaders, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from hiddenq.reader import open_run
+from hiddenq.reader.export import ExportSettings, export
+from hiddenq.reader.trainers import SpeculatorsTransfer
+from tests.support.made_run import MadeRun
+
+LOADERS = Path(__file__).parent / "loaders"
+
+
+def run_loader(trainers: Path, name: str, *arguments: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(trainers), str(root)]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(arguments[0] / ".cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, LOADERS / name, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().endswith("loaded"), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_speculators_own_loader_reads_the_export_and_takes_our_datasets(
+    trainers: Path, model_run: MadeRun, tmp_path: Path
+) -> None:
+    for name, fields in {
+        "plain": {"draft_vocab_size": 48, "seed": 2},
+        "linked": {"link": True, "seed": 2},
+        "fp8": {"dtype": "float8_e4m3fn", "seed": 2},
+    }.items():
+        export(model_run.folder, ExportSettings(format="speculators", **fields), tmp_path / name)
+    run_loader(
+        trainers,
+        "speculators_loader.py",
+        tmp_path / "plain",
+        tmp_path / "linked",
+        tmp_path / "fp8",
+        model_run.folder,
+    )
+
+
+def test_model_optimizers_own_dataset_reads_the_export_and_its_collator_takes_ours(
+    trainers: Path, model_run: MadeRun, tmp_path: Path
+) -> None:
+    export(model_run.folder, ExportSettings(format="modelopt", draft_vocab_size=48), tmp_path / "plain")
+    export(model_run.folder, ExportSettings(format="modelopt", prenorm=True), tmp_path / "prenorm")
+    run_loader(trainers, "modelopt_loader.py", tmp_path / "plain", tmp_path / "prenorm", model_run.folder)
+
+
+def test_the_dataset_folder_opens_with_datasets_and_gives_tensors(model_run: MadeRun, tmp_path: Path) -> None:
+    export(model_run.folder, ExportSettings(format="speculators", link=True), tmp_path)
+    rows = datasets.load_from_disk(str(tmp_path))
+    assert rows.column_names == ["input_ids", "loss_mask", "seq_len", "sample_id"]
+    for row, sample_id in zip(rows, sorted(model_run.samples), strict=True):
+        assert int(row["sample_id"]) == sample_id
+        assert torch.equal(row["input_ids"], model_run.samples[sample_id].input_ids)
+        assert torch.equal(row["loss_mask"], model_run.samples[sample_id].loss_mask)
+
+
+@pytest.mark.parametrize("row", [-1, 16])
+def test_a_row_outside_the_dataset_is_not_read(model_run: MadeRun, row: int) -> None:
+    run = open_run(model_run.folder)
+    assert SpeculatorsTransfer(run, list(run)).get_cached(row) is None
