@@ -174,7 +174,7 @@ def _produce_in_child(
 ) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    configure_logging(stage="producer")
+    configure_logging(default_level="WARNING", stage="producer")
     try:
         with contextlib.closing(connect()) as client, TerminalProgress() as progress:
             report = produce(
