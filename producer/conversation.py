@@ -47,7 +47,9 @@ REPAIRS = {
 """What may be mended or noticed in a row that is kept, and what each means."""
 
 _TURN_COLUMNS = {"messages": ("messages",), "conversations": ("conversations", "conversation")}
-_TEXT_KEYS = ("reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Names that reasoning goes by; templates know one or the other, so each of them is given."""
+_TEXT_KEYS = (*REASONING_KEYS, "name", "tool_call_id")
 _MAX_DETAIL = 200
 
 
@@ -197,6 +199,9 @@ def _read_turn(number: int, turn: Any, repairs: Counter[str]) -> dict[str, Any]:
             message[key] = value
         elif value is not None:
             raise RowRejected("bad_content", f"turn {number}: {key} is {_kind(value)}, not text")
+    reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+    if reasoning is not None:
+        message = dict.fromkeys(REASONING_KEYS, reasoning) | message
     return message
 
 

@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from producer.conversation import Conversation, RowRejected
+from producer.conversation import REASONING_KEYS, Conversation, RowRejected
 from producer.mask import Span, turn_span
+from producer.template import Messages, Tools
 from producer.tokenizer import ChatTokenizer
 
-Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-
-SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
+SPOKEN = ("content", *REASONING_KEYS)
 """Keys of a message that hold what somebody said."""
 _END_OF_THINKING = "</think>"
 
@@ -33,11 +31,11 @@ def render_conversation(chat: ChatTokenizer, row: Conversation, repairs: Counter
         RowRejected: `template_error` or `mask_unsure`.
     """
     messages, rendered = _render_whole(chat, row, repairs)
-    if not chat.has_generation_block:
+    if not chat.template.has_generation_block:
         return rendered, _assistant_spans(chat, rendered, messages, row, repairs)
-    rendered, spans = chat.render_marked(messages, tools=row.tools)
+    rendered, spans = chat.template.render_marked(messages, tools=row.tools)
     if row.supervised_from:
-        _, context = chat.render_marked(messages[: row.supervised_from], tools=row.tools)
+        _, context = chat.template.render_marked(messages[: row.supervised_from], tools=row.tools)
         spans = spans[len(context) :]
     return rendered, spans
 
@@ -47,7 +45,7 @@ def _render_whole(chat: ChatTokenizer, row: Conversation, repairs: Counter[str])
     refusal: RowRejected | None = None
     for number, messages in enumerate(_forms(row.messages)):
         try:
-            rendered = chat.render(messages, tools=row.tools)
+            rendered = chat.template.render(messages, tools=row.tools)
             _check_whole(rendered, messages, row.tools)
         except RowRejected as reject:
             refusal = reject
@@ -141,5 +139,7 @@ def _assistant_spans(
 
 def _stands_between(text: str, rendered: str, begin: int, end: int) -> bool:
     """Whether a text stands in that stretch of a render, as it is or quoted as JSON."""
-    quoted = json.dumps(text.strip(), ensure_ascii=False)[1:-1]
-    return rendered.find(text.strip(), begin, end) >= 0 or rendered.find(quoted, begin, end) >= 0
+    text = text.strip()
+    if rendered.find(text, begin, end) >= 0:
+        return True
+    return rendered.find(json.dumps(text, ensure_ascii=False)[1:-1], begin, end) >= 0

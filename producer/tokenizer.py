@@ -18,8 +18,8 @@ from typing import Any
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.model_identity import TargetModel
 from producer.conversation import RowRejected
-from producer.mask import Span
 from producer.settings import ProducerSettings
+from producer.template import ChatTemplate
 
 _FILES = (
     "tokenizer.json",
@@ -34,7 +34,6 @@ _FILES = (
     "generation_config.json",
 )
 """Files that decide ids and ends of turns, if a model has them; the chat template has a digest of its own."""
-_GENERATION_BLOCK = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 _PROBE = "hiddenq probe"
 
@@ -131,26 +130,25 @@ class ChatTokenizer:
             self.backend.no_padding()
 
     @cached_property
-    def template(self) -> str:
-        """The chat template's text.
+    def template(self) -> ChatTemplate:
+        """The chat template.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or it can't be compiled.
         """
-        if self._source.chat_template is not None:
-            return self._source.chat_template
+        text = self._source.chat_template
+        if text is None:
+            try:
+                text = str(self.tokenizer.get_chat_template())
+            except ValueError:
+                raise UsageError(
+                    f"--model {self._source.model}: its tokenizer has no chat template, which conversations need; "
+                    "name one with --chat-template FILE"
+                ) from None
         try:
-            return str(self.tokenizer.get_chat_template())
-        except ValueError:
-            raise UsageError(
-                f"--model {self._source.model}: its tokenizer has no chat template, which conversations need; "
-                "name one with --chat-template FILE"
-            ) from None
-
-    @cached_property
-    def has_generation_block(self) -> bool:
-        """Whether the template itself marks what the assistant says."""
-        return _GENERATION_BLOCK.search(self.template) is not None
+            return ChatTemplate(text, {**self.tokenizer.special_tokens_map, **self._source.template_arguments})
+        except RowRejected as reject:
+            raise UsageError(f"--model {self._source.model}: its chat template can't be compiled: {reject}") from None
 
     @cached_property
     def special_tokens(self) -> re.Pattern[str]:
@@ -166,7 +164,7 @@ class ChatTokenizer:
         """Special tokens that end an assistant's turn: what the template writes after one, and the model's own ends."""
         ends = set()
         try:
-            rendered = self.render(_PROBE_TURNS)
+            rendered = self.template.render(_PROBE_TURNS)
         except RowRejected:
             rendered = ""
         _, found, after = rendered.rpartition(_PROBE)
@@ -182,12 +180,12 @@ class ChatTokenizer:
         Raises:
             UsageError: it has no generation block and ignores `add_generation_prompt`, though it writes a header.
         """
-        if self.has_generation_block:
+        if self.template.has_generation_block:
             return
         try:
-            whole = self.render(_PROBE_TURNS)
-            prompt = self.render(_PROBE_TURNS[:1], add_generation_prompt=True)
-            bare = self.render(_PROBE_TURNS[:1])
+            whole = self.template.render(_PROBE_TURNS)
+            prompt = self.template.render(_PROBE_TURNS[:1], add_generation_prompt=True)
+            bare = self.template.render(_PROBE_TURNS[:1])
         except RowRejected:  # a template may want more than two turns; each row tells for itself
             return
         if prompt == bare and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_PROBE):
@@ -208,44 +206,15 @@ class ChatTokenizer:
             for text in texts
         ]
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        thinking_argument: bool = True,
-    ) -> str:
-        """A conversation as one string.
-
-        Raises:
-            RowRejected: `template_error`, if the template raises.
-        """
-        rendered, _ = self._render(
-            messages, tools, add_generation_prompt=add_generation_prompt, thinking_argument=thinking_argument
-        )
-        return rendered
-
-    def render_marked(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[str, list[Span]]:
-        """A conversation as one string, and the characters inside the template's generation blocks.
-
-        Raises:
-            RowRejected: `template_error`, if the template raises.
-        """
-        rendered, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
-        return rendered, [(int(begin), int(end)) for begin, end in spans[0]]
-
     def prompts(self, context: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> Iterator[str]:
         """What the model would have seen after some turns: as asked for, then without the thinking argument.
 
         Raises:
             RowRejected: `template_error`, if the template raises.
         """
-        yield self.render(context, tools=tools, add_generation_prompt=True)
+        yield self.template.render(context, tools=tools, add_generation_prompt=True)
         if any(name in self._source.template_arguments for name in _THINKING_ARGUMENTS):
-            yield self.render(context, tools=tools, add_generation_prompt=True, thinking_argument=False)
+            yield self.template.render(context, tools=tools, add_generation_prompt=True, without=_THINKING_ARGUMENTS)
 
     def _generation_ends(self) -> list[int]:
         """Ids that end generation by the model's `generation_config.json`, if it has one."""
@@ -264,35 +233,6 @@ class ChatTokenizer:
             return []
         ends = json.loads(Path(path).read_bytes()).get("eos_token_id")
         return [ends] if isinstance(ends, int) else [end for end in ends or () if isinstance(end, int)]
-
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        thinking_argument: bool = True,
-        **options: Any,
-    ) -> tuple[str, Any]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        arguments = {
-            name: value
-            for name, value in self._source.template_arguments.items()
-            if thinking_argument or name not in _THINKING_ARGUMENTS
-        }
-        try:
-            rendered, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.template,
-                **options,
-                **{**self.tokenizer.special_tokens_map, **arguments},
-            )
-            return str(rendered[0]), spans
-        except (UsageError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # a template may raise anything, and runs code that came with the model
-            raise RowRejected("template_error", f"{type(error).__name__}: {error}") from error
 
 
 _PROBE_TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]

@@ -1,0 +1,133 @@
+"""How fast the producer tokenises, how well it packs, and how much memory it takes.
+
+    python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N]
+
+Rows are conversations of one to four exchanges cut from the Python documentation, with lengths spread log-normally.
+The baseline is `tokenizers`' own `encode_batch` over the very same rendered strings on the same cores; the two take
+turns, because a machine's speed drifts. The start of the processes is left out: it takes seconds, a run takes hours.
+Needs a model folder with a config and a chat tokenizer; weights are not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+
+MEDIAN_WORDS, SIGMA = 220, 0.9
+
+
+def main() -> None:
+    """Measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "rows.jsonl")
+        write_rows(data, arguments.rows)
+        print(json.dumps(measure(arguments.model, data, arguments.rounds, arguments.processes) | padding(), indent=2))
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """Conversations, the same for each call."""
+    chance = random.Random(7)
+    words = " ".join(topics.values()).split(" ")
+
+    def text() -> str:
+        begin = chance.randrange(len(words))
+        return " ".join(words[begin : begin + max(1, int(chance.lognormvariate(0, SIGMA) * MEDIAN_WORDS / 4))]) or "?"
+
+    with path.open("w") as lines:
+        for _ in range(num_rows):
+            turns = [
+                turn
+                for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 4)))
+                for turn in ({"role": "user", "content": text()}, {"role": "assistant", "content": text()})
+            ]
+            lines.write(json.dumps({"messages": turns}) + "\n")
+
+
+def measure(model: str, data: Path, num_rounds: int, num_processes: int) -> dict[str, Any]:
+    """Tokens a second of the producer and of `encode_batch`, by turns."""
+    from producer import ProducerSettings
+    from producer.job import Job
+    from producer.tokenizer import ChatTokenizer, TokenizerSource
+
+    settings = ProducerSettings(model=model, data=(str(data),), processes=num_processes)
+    with Job(settings) as job:
+        chat = ChatTokenizer(TokenizerSource.of(settings, job.target))
+        texts = [chat.template.render(json.loads(line)["messages"]) for line in data.open()]
+        ours, bare = [], []
+        for _ in range(num_rounds):
+            ours.append(producer_rate(job))
+            bare.append(bare_rate(chat, texts))
+    return {
+        "num_rows": len(texts),
+        "num_processes": num_processes,
+        "producer_tokens_per_second": [round(rate) for rate in ours],
+        "encode_batch_tokens_per_second": [round(rate) for rate in bare],
+        "ratio": round(statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True)), 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_child_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+    }
+
+
+def producer_rate(job: Any) -> float:
+    """Tokens a second from the first blocks that come back to the last one."""
+    begin, num_tokens = 0.0, 0
+    for number, block in enumerate(job.encode()):
+        if number == 3 * job.settings.num_processes:
+            begin, num_tokens = time.perf_counter(), 0
+        num_tokens += sum(map(len, block.input_ids))
+    return num_tokens / (time.perf_counter() - begin)
+
+
+def bare_rate(chat: Any, texts: list[str]) -> float:
+    """Tokens a second of `encode_batch`, in its own threads."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    begin, num_tokens = time.perf_counter(), 0
+    for first in range(0, len(texts), 1000):
+        encodings = chat.backend.encode_batch(texts[first : first + 1000], add_special_tokens=False)
+        num_tokens += sum(map(len, encodings))
+    seconds = time.perf_counter() - begin
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return num_tokens / seconds
+
+
+def padding() -> dict[str, float]:
+    """Padded over real tokens for log-normal lengths: median 365, sigma 0.9, 16 to 4096, 32,768 tokens a batch."""
+    from producer.batching import BatchLimits, RotaryLimits, cut_batches, iterate_lengths, make_keys, order_keys
+
+    rotary = RotaryLimits()
+    limits = BatchLimits(token_budget=32768, max_shard_bytes=1 << 40, bytes_per_token=1, rotary=rotary)
+    ratios = {}
+    for num_samples in (100_000, 1_000_000):
+        for seed in (None, 1):
+            chance = np.random.default_rng(0)
+            lengths = np.clip(chance.lognormal(np.log(365), 0.9, num_samples), 16, 4096).astype(np.int64)
+            keys = make_keys(lengths, 0)
+            order_keys(keys, seed, rotary)
+            padded = sum(
+                batch.num_samples * batch.padded_length for batch in cut_batches(iterate_lengths(keys), limits)
+            )
+            name = f"padding_ratio_{num_samples}" + ("" if seed is None else "_shuffled")
+            ratios[name] = round(padded / int(lengths.sum()), 5)
+    return ratios
+
+
+if __name__ == "__main__":
+    main()
