@@ -4,18 +4,24 @@ Consumes a run's output location, finished or still going; produces samples, exp
 `hiddenq.contracts` and `hiddenq.storage`, torch, and neither the queue nor Transformers (but for the one function that
 recomputes samples from the model).
 
-    index.py      where each sample lies            run.py       open a run, read a sample
-    decode.py     bytes to tensors                  dataset.py   map-style dataset, collate
-    stream.py     iterable dataset                  checks/      verify: every check of a run
+    index.py      where each sample lies            run.py          open a run, read a sample
+    decode.py     bytes to tensors                  target_head.py  post-norm states, logits
+    dataset.py    map-style dataset, collate        stream.py       iterable dataset
+    checks/       verify: every check of a run      exports/        what trainers load
+    trainers.py   datasets in place of theirs       show.py         one sample for a person
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify
 from hiddenq.reader.dataset import HiddenStatesDataset, collate
 from hiddenq.reader.decode import Sample
+from hiddenq.reader.exports import ExportReport, ExportSettings, export
 from hiddenq.reader.run import Run, open_run
+from hiddenq.reader.show import show_sample
 from hiddenq.reader.stream import HiddenStatesStream
 
 __all__ = [
+    "ExportReport",
+    "ExportSettings",
     "Finding",
     "HiddenStatesDataset",
     "HiddenStatesStream",
@@ -23,6 +29,8 @@ __all__ = [
     "Sample",
     "VerifyReport",
     "collate",
+    "export",
     "open_run",
+    "show_sample",
     "verify",
 ]

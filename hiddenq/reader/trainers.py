@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hiddenq.reader.export.piece import read_states
-from hiddenq.reader.export.settings import ExportSettings, check_settings, needs_norm
-from hiddenq.reader.export.speculators import slots
+from hiddenq.reader.exports.piece import read_states
+from hiddenq.reader.exports.settings import ExportSettings, check_settings, needs_norm
+from hiddenq.reader.exports.speculators import slots
 from hiddenq.reader.run import Run
 
 IGNORED_LABEL = -100

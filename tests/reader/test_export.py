@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from hiddenq.contracts.errors import DamagedShard, UsageError
 from hiddenq.reader import open_run
-from hiddenq.reader.export import STATEMENT, ExportSettings, ExportStatement, export
-from hiddenq.reader.export.vocabulary import count_tokens
+from hiddenq.reader.exports import STATEMENT, ExportSettings, ExportStatement, export
+from hiddenq.reader.exports.vocabulary import count_tokens
 from tests.support.made_run import MadeRun
 from tests.support.models import build_model, tiny_config
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hiddenq.reader import open_run
-from hiddenq.reader.export import ExportSettings, export
+from hiddenq.reader.exports import ExportSettings, export
 from hiddenq.reader.trainers import SpeculatorsTransfer
 from tests.support.made_run import MadeRun
 

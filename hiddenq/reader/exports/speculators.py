@@ -19,8 +19,8 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save as save_safetensors
 
-from hiddenq.reader.export.piece import Piece, read_states
-from hiddenq.reader.export.settings import ExportSettings
+from hiddenq.reader.exports.piece import Piece, read_states
+from hiddenq.reader.exports.settings import ExportSettings
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run
 

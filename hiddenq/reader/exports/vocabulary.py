@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hiddenq.contracts.errors import DamagedShard
-from hiddenq.reader.export.piece import save
+from hiddenq.reader.exports.piece import save
 from hiddenq.reader.run import Run
 from hiddenq.storage.runfiles import read_token_rows
 

@@ -18,12 +18,12 @@ import numpy as np
 from hiddenq.contracts.base import Versioned
 from hiddenq.contracts.errors import BadMessage, UsageError
 from hiddenq.contracts.layers import LAYER_CONVENTION
-from hiddenq.reader.export import vocabulary
-from hiddenq.reader.export.dspark import dspark_pieces
-from hiddenq.reader.export.files import file_pieces
-from hiddenq.reader.export.piece import Piece, save
-from hiddenq.reader.export.settings import ExportSettings, check_settings, needs_final, needs_norm
-from hiddenq.reader.export.speculators import speculators_pieces
+from hiddenq.reader.exports import vocabulary
+from hiddenq.reader.exports.dspark import dspark_pieces
+from hiddenq.reader.exports.files import file_pieces
+from hiddenq.reader.exports.piece import Piece, save
+from hiddenq.reader.exports.settings import ExportSettings, check_settings, needs_final, needs_norm
+from hiddenq.reader.exports.speculators import speculators_pieces
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run, open_run
 from hiddenq.storage import ObjectStore, StoreSettings, open_store

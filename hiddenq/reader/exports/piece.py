@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hiddenq.reader.decode import TORCH_DTYPES, Sample
-from hiddenq.reader.export.settings import ExportSettings
+from hiddenq.reader.exports.settings import ExportSettings
 from hiddenq.reader.run import Run
 
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from hiddenq.reader.export.piece import Piece, States, read_states, save
-from hiddenq.reader.export.settings import ExportSettings, needs_final, needs_norm
+from hiddenq.reader.exports.piece import Piece, States, read_states, save
+from hiddenq.reader.exports.settings import ExportSettings, needs_final, needs_norm
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run
 

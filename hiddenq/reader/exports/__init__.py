@@ -8,7 +8,7 @@ EAGLE-1/2 and NeMo Automodel's DSpark; imports none of them.
     files.py  speculators.py  dspark.py             the formats
 """
 
-from hiddenq.reader.export.exporter import STATEMENT, ExportReport, ExportStatement, export
-from hiddenq.reader.export.settings import FORMATS, ExportSettings, Format
+from hiddenq.reader.exports.exporter import STATEMENT, ExportReport, ExportStatement, export
+from hiddenq.reader.exports.settings import FORMATS, ExportSettings, Format
 
 __all__ = ["FORMATS", "STATEMENT", "ExportReport", "ExportSettings", "ExportStatement", "Format", "export"]

@@ -1,0 +1,68 @@
+"""`hiddenq sample`: what a person sees."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+
+from hiddenq.reader import open_run, show_sample
+from hiddenq.reader.show import layer_norms
+from tests.support.made_run import MadeRun
+from tests.support.models import tiny_tokenizer
+
+Make = Callable[..., MadeRun]
+
+
+def printed(renderable: object, *, colour: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=110, force_terminal=colour, color_system="standard" if colour else None)
+    console.print(renderable)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_sample_shows_its_text_its_mask_by_colour_and_its_norms_by_layer(model_run: MadeRun) -> None:
+    run = open_run(model_run.folder)
+    sample_id = max(model_run.samples, key=lambda each: len(model_run.samples[each].input_ids))
+    sample = model_run.samples[sample_id]
+    shown = printed(show_sample(run, sample_id))
+    assert f"sample {sample_id} of run made: {len(sample.input_ids)} tokens" in shown
+    assert model_run.shard_of(sample_id) in shown
+    for layer, slot in ((1, 0), (2, 1), (4, 2)):
+        median = float(sample.hidden_states[:, slot].bfloat16().float().norm(dim=-1).median())
+        assert any(f"layer {layer}" in line and f"{median:.3g}" in line for line in shown.splitlines())
+    assert "final" in shown
+    tokenizer = tiny_tokenizer()
+    visible = [piece for piece in map(tokenizer.decode, sample.input_ids.tolist()) if piece.isalnum()]
+    assert visible
+    assert all(piece in shown for piece in visible)
+    coloured = printed(show_sample(run, sample_id), colour=True)
+    assert "\x1b[1;32m" in coloured
+    assert "\x1b[2m" in coloured
+
+
+def test_without_a_tokenizer_ids_stand_for_the_text_and_a_long_one_is_cut(make: Make) -> None:
+    made = make(model="/nowhere/model", min_length=20, max_length=20)
+    shown = printed(show_sample(open_run(made.folder), 0, max_tokens=5))
+    assert " ".join(str(token) for token in made.samples[0].input_ids[:5].tolist()) in shown
+    assert "and 15 more tokens" in shown
+
+
+def test_control_characters_do_not_reach_the_terminal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    monkeypatch.setattr("hiddenq.reader.show.load_decoder", lambda _model: lambda ids: ["\x1b[2J\x07"] * len(ids))
+    assert "\x1b[2J" not in printed(show_sample(open_run(made.folder), 0))
+
+
+def test_a_sample_that_is_not_there_is_a_key_error(make: Make) -> None:
+    with pytest.raises(KeyError, match="sample 2 is not in run made"):
+        show_sample(open_run(make().folder), 2)
+
+
+def test_norms_are_those_of_the_states(make: Make) -> None:
+    made = make(dtype="float32")
+    norms = layer_norms(open_run(made.folder)[0], (1, 3))
+    assert list(norms) == ["layer 1", "layer 3", "final"]
+    assert torch.allclose(norms["layer 3"], made.samples[0].hidden_states[:, 1].norm(dim=-1))
