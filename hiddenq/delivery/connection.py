@@ -126,6 +126,11 @@ def raw(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value or "").encode()
 
 
+def never_again() -> Retry:
+    """The client library's policy of not trying again: whoever asks decides how long."""
+    return Retry(NoBackoff(), 0)
+
+
 def connect(
     url: str | None = None,
     *,
@@ -155,7 +160,7 @@ def connect(
             socket_timeout=timeout_seconds,
             socket_connect_timeout=timeout_seconds,
             socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
+            retry=never_again(),
             protocol=2,
             **options,
         )

@@ -25,12 +25,15 @@ import redis
 
 from hiddenq.contracts.errors import RedisRefused
 from hiddenq.delivery.binary import find_server_program, server_config
-from hiddenq.delivery.connection import connect, text
+from hiddenq.delivery.connection import connect, never_again, text
 
 START_SECONDS = 60.0
 """Longest wait for a start; an append-only file of millions of commands takes seconds to load."""
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.02
+
+_children: dict[int, subprocess.Popen[bytes]] = {}
+"""Servers that this process started, so that their ends are collected."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class EmbeddedServer:
                 )
             server = cls(data_dir, port, process.pid, password)
             server._await_start(process)
+            _children[process.pid] = process
             _write_private(data_dir / "server.json", json.dumps({"port": port, "pid": process.pid}))
             return server
 
@@ -106,12 +110,20 @@ class EmbeddedServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + STOP_SECONDS
-        while _exists(self.pid) and time.monotonic() < deadline:
+        while self._is_ours() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+        if child := _children.pop(self.pid, None):
+            child.wait()
         (self.data_dir / "server.json").unlink(missing_ok=True)
 
     def _plain_client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self.password, socket_timeout=5.0, socket_connect_timeout=5.0)
+        return redis.Redis(
+            port=self.port,
+            password=self.password,
+            socket_timeout=5.0,
+            socket_connect_timeout=5.0,
+            retry=never_again(),
+        )
 
     def _is_ours(self) -> bool:
         """Whether what answers at the port is the server of this folder."""
@@ -133,6 +145,7 @@ class EmbeddedServer:
             except redis.RedisError:
                 time.sleep(POLL_SECONDS)
         process.kill()
+        process.wait()
         words = (self.data_dir / "server.log").read_text(errors="replace").strip().splitlines()[-3:]
         raise RedisRefused(f"the embedded Redis in {self.data_dir} did not start: {' | '.join(words)}")
 
@@ -165,19 +178,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _exists(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is our child is reaped."""
-    with contextlib.suppress(ChildProcessError):
-        if os.waitpid(pid, os.WNOHANG)[0] == pid:
-            return False
-    return Path(f"/proc/{pid}").exists() if Path("/proc/self").exists() else _answers(pid)
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_batch_that_kills_its_process_is_set_aside_after_its_attempts_with_gro
             due.append(time.monotonic())
             claim_and_die(bench, stage="gpu")
         wait_until(lambda: bench.status("run-000000") == "failed")
-    delays = [later - earlier for earlier, later in zip(due, due[1:], strict=False)]
+    delays = [later - earlier for earlier, later in itertools.pairwise(due)]
     assert delays[0] < delays[1] < delays[2]
     [letter] = dead_letters(bench.client, "run")
     assert [attempt.number for attempt in letter.attempts] == [1, 2, 3, 4]

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from hiddenq.delivery.binary import find_server_program, server_config
 
@@ -74,7 +76,7 @@ class RedisServer:
 
     def client(self, **options: object) -> redis.Redis:
         """A plain client that gives up at once."""
-        options = {"socket_timeout": 5, "socket_connect_timeout": 5, **options}
+        options = {"socket_timeout": 5, "socket_connect_timeout": 5, "retry": Retry(NoBackoff(), 0), **options}
         return redis.Redis.from_url(self.url, **options)
 
     def start(self) -> None:

@@ -1,0 +1,101 @@
+"""A Redis that cannot carry a run is refused at the start, in one line that says what to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
+from hiddenq.delivery import connect
+from hiddenq.delivery import connection as connection_module
+from tests.support.redis_server import RedisServer, free_port
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HIDDENQ_REDIS_URL", "HIDDENQ_REDIS_PASSWORD", "HIDDENQ_REDIS_PASSWORD_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def odd_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path / "odd", **request.param)
+    yield server
+    server.stop()
+
+
+def test_without_an_address_it_says_how_to_give_one() -> None:
+    with pytest.raises(UsageError, match="no Redis address: give --redis-url or set HIDDENQ_REDIS_URL"):
+        connect()
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="--redis-url ftp://x"):
+        connect("ftp://x")
+
+
+@pytest.mark.parametrize("password", ["wrong", None])
+def test_a_wrong_or_missing_password_is_refused(redis_server: RedisServer, password: str | None) -> None:
+    with pytest.raises(RedisRefused, match="set HIDDENQ_REDIS_PASSWORD or HIDDENQ_REDIS_PASSWORD_FILE") as caught:
+        connect(redis_server.bare_url, password=password)
+    assert caught.value.exit_status == 2
+    assert "test-password" not in str(caught.value)
+
+
+def test_the_password_comes_from_the_environment_or_a_file(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_URL", redis_server.bare_url)
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", redis_server.password)
+    connect().close()
+    monkeypatch.delenv("HIDDENQ_REDIS_PASSWORD")
+    secret = tmp_path / "secret"
+    secret.write_text(redis_server.password + "\n")
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD_FILE", str(secret))
+    connect().close()
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD_FILE", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"HIDDENQ_REDIS_PASSWORD_FILE .*none: No such file"):
+        connect()
+
+
+@pytest.mark.parametrize("odd_server", [{"maxmemory_policy": "allkeys-lru"}], indirect=True)
+def test_a_policy_that_drops_jobs_is_refused(odd_server: RedisServer) -> None:
+    with pytest.raises(
+        RedisRefused, match=r"has maxmemory-policy allkeys-lru, which drops jobs .* expected noeviction"
+    ):
+        connect(odd_server.url)
+
+
+def test_too_old_a_server_is_refused(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MIN_VERSION", (99, 0))
+    with pytest.raises(RedisRefused, match=r"is Redis \d+\.\d+\.\d+; 6\.2 or newer is needed"):
+        connect(redis_server.url)
+
+
+def test_a_replica_is_refused(own_redis_server: RedisServer) -> None:
+    with own_redis_server.client() as client:
+        client.replicaof("127.0.0.1", 1)
+        with pytest.raises(RedisRefused, match="is a read-only replica; give the address of the primary"):
+            connect(own_redis_server.url)
+        client.replicaof("NO", "ONE")
+
+
+def test_an_unreachable_server_is_waited_for_then_given_up() -> None:
+    with pytest.raises(RedisAway, match=r"redis://127\.0\.0\.1:\d+/0: .*refused.*; gave up after 0\.2 s"):
+        connect(f"redis://user:secret@127.0.0.1:{free_port()}/0", wait_seconds=0.2)
+
+
+def test_a_full_server_is_away_not_refused(own_redis_server: RedisServer) -> None:
+    with own_redis_server.client() as client:
+        client.config_set("maxmemory", 1)
+        with pytest.raises(RedisAway, match="used memory > 'maxmemory'"):
+            connect(own_redis_server.url, wait_seconds=0.1)
+
+
+def test_a_server_that_comes_up_late_is_waited_for(own_redis_server: RedisServer) -> None:
+    own_redis_server.kill()
+    threading.Timer(0.4, own_redis_server.start).start()
+    connect(own_redis_server.url, wait_seconds=20).close()

