@@ -48,7 +48,7 @@ class BandwidthLimit:
             now, booked = time.monotonic(), 0.0
             with contextlib.suppress(struct.error):
                 (booked,) = struct.unpack("<d", os.pread(descriptor, 8, 0))
-            if booked > now + 3600:  # written before the host was restarted: its clock began anew
+            if not booked <= now + 3600:  # nonsense, or written before the host was restarted: its clock began anew
                 booked = 0.0
             begin = max(booked, now - _IDLE_SECONDS)
             os.pwrite(descriptor, struct.pack("<d", begin + seconds), 0)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from hiddenq.contracts.errors import HiddenqError, StoreAway
 from hiddenq.storage.s3_errors import EXPIRED, code_of, translate
@@ -44,7 +44,7 @@ class S3Connection:
     def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
         """The answer to a request that may be repeated without harm; errors are ours."""
         retrying = Retrying(
-            retry=retry_if_exception_type(StoreAway),
+            retry=retry_if_exception(_may_pass_soon),
             stop=stop_after_attempt(num_attempts),
             wait=wait_random_exponential(multiplier=WAIT_SECONDS, max=MAX_WAIT_SECONDS),
             before_sleep=self._count,
@@ -76,6 +76,12 @@ class S3Connection:
             if self._made is None:
                 self._made = _make_client(self._settings)
             return self._made
+
+
+def _may_pass_soon(error: BaseException) -> bool:
+    """Whether to ask again here; credentials that have ended are the caller's to wait for."""
+    ended = isinstance(error.__cause__, ClientError) and code_of(error.__cause__) in EXPIRED
+    return isinstance(error, StoreAway) and not ended
 
 
 def _make_client(settings: StoreSettings) -> S3Client:

@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer_headers = [item for item in answer_headers if not _speaks_of_checksums(item[0])]
         self._answer(status, answer_headers, answer)
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do  # noqa: N815
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do
 
     def _body(self, length: int, bytes_per_second: int | None) -> bytes:
         if bytes_per_second is None:
@@ -245,6 +245,10 @@ def _reaches(fault: Fault | None) -> bool:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)  # a slow body is felt by its sender
+        super().server_bind()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away is what these tests are about."""

@@ -64,19 +64,24 @@ class S3Server:
 
     def client(self) -> Any:
         """A plain boto3 client with the right keys."""
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint_url,
-            region_name="us-east-1",
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            config=Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"),
-        )
+        return _client(self.endpoint_url)
 
     def stop(self) -> None:
         self.process.kill()  # its data is thrown away, and a polite stop takes ten seconds
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@functools.cache
+def _client(endpoint_url: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint_url,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        config=Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"),
+    )
 
 
 def weed() -> str | None:
