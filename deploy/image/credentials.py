@@ -50,6 +50,7 @@ def main() -> int:
     commands.add_parser("show").add_argument("name", choices=sorted(SHOWN))
     arguments = parser.parse_args()
     folder: Path = arguments.folder
+    folder.mkdir(mode=0o711, exist_ok=True)
     if arguments.command == "show":
         print((folder / SHOWN[arguments.name]).read_text())
         return 0
@@ -103,7 +104,7 @@ def make_certificates(folder: Path, share_address: str) -> None:
     openssl(folder, "redis", ["basicConstraints=critical,CA:FALSE", f"subjectAltName={wanted}"], authority)
     (folder / "ca.pem").chmod(0o444)
     for name in ("redis.pem", "redis.key"):
-        os.chown(folder / name, REDIS_UID, GROUP)
+        give(folder / name, REDIS_UID)
     write(made_for, wanted, 0)
 
 
@@ -135,8 +136,14 @@ def write(path: Path, text: str, owner: int) -> None:
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-    os.chown(partial, owner, GROUP)
+    give(partial, owner)
     partial.replace(path)
+
+
+def give(path: Path, owner: int) -> None:
+    """Hand a file to its owner; made by somebody else than root (for Kubernetes), it stays theirs."""
+    if os.geteuid() == 0:
+        os.chown(path, owner, GROUP)
 
 
 if __name__ == "__main__":
