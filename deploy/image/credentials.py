@@ -33,8 +33,6 @@ OWNERS = {
 """Each password's file and the user that may read it."""
 SHOWN = {"join": "redis-join", "admin": "redis-admin", "grafana": "grafana-admin"}
 GROUP = 10000
-SHARED_FOLDERS = ("spool", "cache", "out", "models", "data")
-"""Volumes, if mounted, that the group of all roles may write."""
 CERTIFICATE_DAYS = 3650
 
 
@@ -44,9 +42,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/run/hiddenq"))
     parser.add_argument("--roles", type=Path, default=Path(__file__).with_name("users.acl.in"))
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("make")
-    commands.add_parser("rotate")
-    commands.add_parser("adopt").add_argument("file", type=Path)
+    make, rotate, adopt = (commands.add_parser(name) for name in ("make", "rotate", "adopt"))
+    adopt.add_argument("file", type=Path)
+    for command in (make, rotate, adopt):
+        command.add_argument(
+            "--share", type=Path, nargs="+", default=[], help="folders that the roles' group may write"
+        )
     commands.add_parser("show").add_argument("name", choices=sorted(SHOWN))
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -54,7 +55,8 @@ def main() -> int:
     if arguments.command == "show":
         print((folder / SHOWN[arguments.name]).read_text())
         return 0
-    share_folders(Path("/"))
+    for shared in arguments.share:
+        share(shared)
     if arguments.command == "adopt":
         for name in ("redis-worker", "redis-uploader"):
             write(folder / name, arguments.file.read_text().strip(), OWNERS[name])
@@ -121,12 +123,10 @@ def openssl(folder: Path, name: str, extensions: list[str], authority: list[str 
         (folder / f"{name}.{suffix}").chmod(0o400)
 
 
-def share_folders(root: Path) -> None:
-    """Let the group write into the volumes that roles share; new files inherit the group."""
-    for name in SHARED_FOLDERS:
-        if os.path.ismount(root / name) and os.access(root / name, os.W_OK):
-            os.chown(root / name, -1, GROUP)
-            (root / name).chmod(0o2775)
+def share(folder: Path) -> None:
+    """Let the group of all roles write into a volume; new files inherit the group."""
+    os.chown(folder, -1, GROUP)
+    folder.chmod(0o2775)
 
 
 def write(path: Path, text: str, owner: int) -> None:

@@ -91,7 +91,7 @@ def check_exposure(url: str) -> Iterator[Finding]:
         yield warning(
             "Redis answers without a password",
             "whoever reaches the port can empty the queue or read every run",
-            "set requirepass, or better an access list such as deploy/redis/users.acl.in",
+            "set requirepass, or better an access list such as deploy/image/users.acl.in",
         )
 
 

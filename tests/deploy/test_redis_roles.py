@@ -65,7 +65,7 @@ class Fortress(RedisServer):
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.passwords = {role: f"{role}-planted-password" for role in (*ROLES, "admin", "join")}
-        text = (ROOT / "deploy/redis/users.acl.in").read_text()
+        text = (ROOT / "deploy/image/users.acl.in").read_text()
         (folder / "users.acl").write_text(load_credentials().users_acl(text, self.passwords))
         super().__init__(folder, password="", aclfile=str(folder / "users.acl"))
 
