@@ -26,7 +26,7 @@ Lengths = npt.NDArray[np.int64]
 MAX_LENGTH = (1 << 24) - 1
 """The longest sample that a key can say."""
 _PLACE_BITS = 40
-_BAND = 1 / 32
+_BAND = 1 / 64
 """Relative width of a band of similar lengths, in which a shuffle may move samples: it costs half of it in padding."""
 _HEADER_BYTES_PER_SAMPLE = 640
 _HEADER_BYTES = 16 << 10

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -46,16 +46,22 @@ class EncoderSettings:
     surrogates: Literal["replace", "reject"]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
     """Samples of a block one after the other, and what became of its other rows."""
 
     num_rows: int
-    sample_ids: list[int] = field(default_factory=list)
-    input_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    loss_mask: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-    repairs: Counter[str] = field(default_factory=Counter)
+    sample_ids: npt.NDArray[np.int64]
+    """int64 [N]"""
+    lengths: npt.NDArray[np.int64]
+    """int64 [N], in tokens; they add up to T."""
+    input_ids: npt.NDArray[np.int32]
+    """int32 [T]"""
+    loss_mask: npt.NDArray[np.uint8]
+    """uint8 [T]"""
+    rejected: list[Rejected]
+    """In the order of the rows."""
+    repairs: Counter[str]
     """By the names of `REPAIRS`: rows or tokens mended or noticed."""
 
 
@@ -86,30 +92,39 @@ class Encoder:
 
     def encode(self, block: Block) -> EncodedBlock:
         """All rows of a block."""
-        result = EncodedBlock(num_rows=block.num_rows)
+        repairs: Counter[str] = Counter()
+        rejected: list[Rejected] = []
         pending: list[tuple[int, _Pending | TokenIds]] = []
         for number, value in enumerate(block.decode(), start=block.first_row):
             try:
-                pending.append((number, self._prepare(value, result.repairs)))
+                pending.append((number, self._prepare(value, repairs)))
             except RowRejected as reject:
-                result.rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
+                rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
         encodings = self._tokenize([item for _, item in pending if isinstance(item, _Pending)])
+        sample_ids, all_ids, all_masks = [], [], []
         for number, item in pending:
             try:
                 ids, mask = (
                     (item.input_ids, item.loss_mask)
                     if isinstance(item, TokenIds)
-                    else self._align(item, next(encodings), result.repairs)
+                    else self._align(item, next(encodings), repairs)
                 )
-                ids, mask = self._fit(ids, mask, result.repairs)
+                ids, mask = self._fit(ids, mask, repairs)
             except RowRejected as reject:
-                result.rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
+                rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
             else:
-                result.sample_ids.append(number)
-                result.input_ids.append(ids)
-                result.loss_mask.append(mask)
-        result.rejected.sort(key=lambda reject: reject.row)
-        return result
+                sample_ids.append(number)
+                all_ids.append(ids)
+                all_masks.append(mask)
+        return EncodedBlock(
+            num_rows=block.num_rows,
+            sample_ids=np.array(sample_ids, np.int64),
+            lengths=np.array([len(ids) for ids in all_ids], np.int64),
+            input_ids=np.concatenate([np.empty(0, np.int32), *all_ids]),
+            loss_mask=np.concatenate([np.empty(0, np.uint8), *all_masks]),
+            rejected=sorted(rejected, key=lambda reject: reject.row),
+            repairs=repairs,
+        )
 
     def _prepare(self, value: Any, repairs: Counter[str]) -> _Pending | TokenIds:
         if isinstance(value, RowRejected):

@@ -7,6 +7,7 @@ on the way at a time.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -65,6 +66,7 @@ def _start(settings: EncoderSettings) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the parent has said it once
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(settings)
+    gc.freeze()  # what is loaded now stays; looking through it again and again costs several per cent
 
 
 def _end_with_parent() -> None:

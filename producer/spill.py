@@ -6,8 +6,10 @@ is read back at a place is what was appended there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from hiddenq.contracts.errors import UsageError
 from producer.batching import Keys, make_keys
 from producer.encoder import EncodedBlock
 
-_ENTRY = np.dtype([("offset", "<i8"), ("sample_id", "<i8")])
+_ENTRY = np.dtype([("first_token", "<i8"), ("sample_id", "<i8")])
 
 
 class Sample(NamedTuple):
@@ -42,10 +44,9 @@ class Lengths:
 
     def append(self, block: EncodedBlock) -> None:
         """Add a block's samples."""
-        lengths = np.array([len(ids) for ids in block.input_ids], np.int64)
-        self._keys.frombytes(make_keys(lengths, len(self)).tobytes())
-        self.num_tokens += int(lengths.sum())
-        self.num_supervised += sum(int(mask.sum()) for mask in block.loss_mask)
+        self._keys.frombytes(make_keys(block.lengths, len(self)).tobytes())
+        self.num_tokens += len(block.input_ids)
+        self.num_supervised += int(block.loss_mask.sum())
 
     def keys(self) -> Keys:
         """The keys, without a copy: sorting them in place is meant, and ends appending."""
@@ -53,13 +54,14 @@ class Lengths:
 
 
 class Spill:
-    """Samples' ids and masks in a file, with a table of where each begins."""
+    """Samples' ids and masks in files, with a table of where each begins."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._samples = (folder / "samples.bin").open("w+b", buffering=1 << 20)
-        self._table = (folder / "table.bin").open("w+b", buffering=1 << 20)
-        self._offset = 0
+        self._ids, self._masks, self._table = (
+            (folder / name).open("w+b", buffering=1 << 20) for name in ("ids.bin", "masks.bin", "table.bin")
+        )
+        self._num_tokens = 0
 
     def append(self, block: EncodedBlock) -> None:
         """Add a block's samples.
@@ -68,34 +70,45 @@ class Spill:
             UsageError: no room is left.
         """
         entries = np.empty(len(block.sample_ids), _ENTRY)
-        try:
-            for number, (ids, mask) in enumerate(zip(block.input_ids, block.loss_mask, strict=True)):
-                entries[number] = (self._offset, block.sample_ids[number])
-                self._samples.write(ids.tobytes())
-                self._samples.write(mask.tobytes())
-                self._offset += ids.nbytes + mask.nbytes
+        entries["first_token"] = self._num_tokens + np.cumsum(block.lengths) - block.lengths
+        entries["sample_id"] = block.sample_ids
+        self._num_tokens += len(block.input_ids)
+        with self._room():
+            self._ids.write(block.input_ids.tobytes())
+            self._masks.write(block.loss_mask.tobytes())
             self._table.write(entries.tobytes())
-        except OSError as error:
-            raise UsageError(
-                f"no room for tokens in {self._folder.parent}: {error.strerror}; name a roomier folder in TMPDIR"
-            ) from error
 
     def flush(self) -> None:
-        """Make everything appended readable."""
-        self._samples.flush()
-        self._table.flush()
+        """Make everything appended readable.
+
+        Raises:
+            UsageError: no room is left.
+        """
+        with self._room():
+            for file in (self._ids, self._masks, self._table):
+                file.flush()
 
     def read(self, place: int, num_tokens: int) -> Sample:
         """The sample at a place."""
         entry = np.frombuffer(os.pread(self._table.fileno(), _ENTRY.itemsize, place * _ENTRY.itemsize), _ENTRY)[0]
-        data = os.pread(self._samples.fileno(), num_tokens * 5, int(entry["offset"]))
+        first = int(entry["first_token"])
         return Sample(
             sample_id=int(entry["sample_id"]),
-            input_ids=np.frombuffer(data, np.int32, num_tokens),
-            loss_mask=np.frombuffer(data, np.uint8, num_tokens, offset=num_tokens * 4),
+            input_ids=np.frombuffer(os.pread(self._ids.fileno(), num_tokens * 4, first * 4), np.int32),
+            loss_mask=np.frombuffer(os.pread(self._masks.fileno(), num_tokens, first), np.uint8),
         )
 
     def close(self) -> None:
         """Close the files; the folder is the caller's."""
-        self._samples.close()
-        self._table.close()
+        for file in (self._ids, self._masks, self._table):
+            with contextlib.suppress(OSError):  # what could not be written is of no use any more
+                file.close()
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"no room for tokens in {self._folder.parent}: {error.strerror}; name a roomier folder in TMPDIR"
+            ) from error

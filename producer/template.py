@@ -38,6 +38,7 @@ class ChatTemplate:
             self._compiled = _compile_jinja_template(text)
         except Exception as error:
             raise RowRejected("template_error", f"{type(error).__name__}: {error}") from error
+        self._compiled.globals = dict(self._compiled.globals)  # a chain of mappings is slow to copy, once a render
         _shorten_lookups(self._compiled.environment)
 
     def render(
