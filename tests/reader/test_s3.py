@@ -1,0 +1,84 @@
+"""The reader, verify and exports over a real S3 server: by ranges, in parallel, without a local copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hiddenq.contracts.errors import StoreRefused
+from hiddenq.reader import ExportSettings, HiddenStatesDataset, HiddenStatesStream, collate, export, open_run, verify
+from hiddenq.storage import StoreSettings, open_store
+from tests.support.made_run import MadeRun
+from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
+
+__all__ = ["s3_location", "s3_server"]
+
+
+def upload(folder: Path, location: S3Location, server: S3Server) -> StoreSettings:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            key = f"{location.prefix}/{path.relative_to(folder).as_posix()}"
+            server.client().put_object(Bucket=location.bucket, Key=key, Body=path.read_bytes())
+    return StoreSettings(endpoint_url=server.endpoint_url, region="us-east-1")
+
+
+def test_a_run_in_a_bucket_reads_streams_verifies_and_exports(
+    model_run: MadeRun, s3_server: S3Server, s3_location: S3Location, tmp_path: Path
+) -> None:
+    settings = upload(model_run.folder, s3_location, s3_server)
+    run, local = open_run(s3_location.uri, settings), open_run(model_run.folder)
+    assert run.sample_ids.tolist() == local.sample_ids.tolist()
+    for sample_id in local:
+        for name in ("input_ids", "loss_mask", "hidden_states", "final_hidden_state"):
+            assert torch.equal(getattr(run[sample_id], name), getattr(local[sample_id], name))
+    assert torch.equal(
+        run.target_head.logits(run[0].final_hidden_state), local.target_head.logits(local[0].final_hidden_state)
+    )
+    assert sorted(sample.sample_id for sample in HiddenStatesStream(run)) == sorted(local)
+    loader = DataLoader(HiddenStatesDataset(run), batch_size=4, collate_fn=collate, num_workers=1)
+    assert [int(each) for batch in loader for each in batch["sample_ids"]] == list(local)
+
+    report = verify(s3_location.uri, settings, deep=True, recompute=2)
+    assert report.ok, report.lines()
+    assert report.num_bytes == sum((model_run.folder / key).stat().st_size for key in model_run.shard_keys)
+
+    dest = s3_location.uri + "-export"
+    export(run, ExportSettings(format="specforge"), dest, dest_settings=settings)
+    export(local, ExportSettings(format="specforge"), tmp_path)
+    store = open_store(dest, settings)
+    for path in tmp_path.rglob("*.ckpt"):
+        assert store.get_bytes(path.relative_to(tmp_path).as_posix()) == path.read_bytes()
+    again = export(run, ExportSettings(format="specforge"), dest, dest_settings=settings)
+    assert again.num_written == 0
+
+
+def test_faults_in_a_bucket_are_found(model_run: MadeRun, s3_server: S3Server, s3_location: S3Location) -> None:
+    settings = upload(model_run.folder, s3_location, s3_server)
+    bucket, client = s3_location.bucket, s3_server.client()
+    first, second = (f"{s3_location.prefix}/{key}" for key in model_run.shard_keys[:2])
+    damaged = bytearray((model_run.folder / model_run.shard_keys[0]).read_bytes())
+    damaged[-100] ^= 1
+    client.put_object(Bucket=bucket, Key=first, Body=bytes(damaged))
+    client.delete_object(Bucket=bucket, Key=second)
+    client.put_object(Bucket=bucket, Key=f"{s3_location.prefix}/stray", Body=b"x")
+    report = verify(s3_location.uri, settings)
+    assert set(report.num_findings) >= {"damaged_shard", "missing_shard", "stray_object"}
+
+
+def test_a_bucket_that_is_not_there_is_one_line(s3_server: S3Server) -> None:
+    settings = StoreSettings(endpoint_url=s3_server.endpoint_url, region="us-east-1")
+    with pytest.raises(StoreRefused):
+        open_run("s3://no-such-bucket-here/run", settings)
+
+
+def test_an_index_in_a_bucket_is_read_once_for_all_samples(
+    model_run: MadeRun, s3_server: S3Server, s3_location: S3Location
+) -> None:
+    settings = upload(model_run.folder, s3_location, s3_server)
+    run = open_run(s3_location.uri, settings)
+    s3_server.client().delete_object(Bucket=s3_location.bucket, Key=f"{s3_location.prefix}/index.parquet")
+    assert np.array_equal([len(run[sample_id]) for sample_id in run], run.lengths)
