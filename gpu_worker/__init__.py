@@ -4,15 +4,16 @@ Imports `hiddenq.contracts`, `.storage`, `.delivery` and `.telemetry`, torch and
 torch itself is imported by `serve`, after the environment of its allocator and caches is set.
 
     settings.py     what a worker is told             service.py      `serve`: start, run, drain, exit status
+    startup.py      ready for the first batch         runs.py         a run as this worker serves it
     loading.py      checkpoint → decoder              decoder.py      where its layers are, proved by a probe
     kernels.py      attention, fast kernels           compilation.py  what is compiled
     inputs.py       token rows → padded rows          extraction.py   one forward pass → states
     gather.py       states → the shard's bytes        memory.py       what fits; splitting
     pipeline.py     the threads around the GPU        writing.py      pinned bytes → spool → queue
     selfcheck.py    one sample alone                  gpu.py          what NVML says
-    report.py       what the worker says of itself runs.py       a run as this worker serves it
-    feed.py         claims, made ready             engine.py     the device's side of the pipeline
-    warmup.py       proof and tuning at start      failures.py   failures in a row
+    report.py       what the worker says of itself    failures.py     failures in a row
+    feed.py         claims, made ready                engine.py       the device's side of the pipeline
+    warmup.py       proof and tuning at start
 """
 
 from gpu_worker.settings import WorkerSettings

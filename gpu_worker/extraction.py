@@ -51,6 +51,10 @@ class Extractor:
             for layer in sorted({*self._wanted, self._last_needed})
         ]
 
+    def for_format(self, shard_format: ShardFormat) -> Extractor:
+        """Hooks for another run on the same decoder, run the same way."""
+        return Extractor(self.decoder, shard_format, masked=self.masked)
+
     def close(self) -> None:
         """Take the hooks off the layers."""
         for handle in self._handles:

@@ -65,7 +65,7 @@ class WorkerStatus:
             changed, self._state, self._detail = self._state != state, state, detail
         for other in STATES:
             self.metrics.state.labels(other).set(other == state)
-        if changed:
+        if changed and state not in ("busy", "idle"):
             telemetry.logger().info("state", state=state, detail=detail)
 
     @property

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 import hiddenq
-from gpu_worker.decoder import Decoder
 from gpu_worker.extraction import Extractor
 from gpu_worker.inputs import PaddedBatch, check_rows, pad_rows
 from gpu_worker.selfcheck import length_band
@@ -165,15 +164,12 @@ def open_location(record: RunRecord) -> ObjectStore:
     return store
 
 
-def serve_run(
-    client: redis.Redis, record: RunRecord, store: ObjectStore, decoder: Decoder, *, masked: bool
-) -> ServedRun:
-    """Hooks on the run's layers; bands that another worker checked are not checked again."""
-    shard_format = ShardFormat.of_run(record.config)
+def serve_run(client: redis.Redis, record: RunRecord, store: ObjectStore, extractor: Extractor) -> ServedRun:
+    """A run whose batches may be claimed; bands that another worker checked are not checked again."""
     return ServedRun(
         config=record.config,
         store=store,
-        shard_format=shard_format,
-        extractor=Extractor(decoder, shard_format, masked=masked),
+        shard_format=extractor.shard_format,
+        extractor=extractor,
         checked_bands={length_band(check.padded_length) for check in self_checks(client, record.run)},
     )
