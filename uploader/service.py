@@ -30,12 +30,12 @@ from hiddenq.delivery import (
     worker_name,
 )
 from hiddenq.storage import Spool
-from uploader.finish import finish_run
+from uploader.finish import finish_run, mirror_run
 from uploader.reconcile import Reconciler
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
 from uploader.status import UploaderStatus
-from uploader.upload import ShardUpload
+from uploader.upload import ShardUpload, mirror_of
 
 IDLE_SECONDS = 0.2
 """Between two looks at an empty queue."""
@@ -160,6 +160,9 @@ class Uploader:
                 return
             if run_state(self._client, name) == "live":
                 finish_run(self._client, run.record, run.store)
+            mirror = mirror_of(name, self._settings)
+            if mirror and self._settings.index == 0:
+                mirror_run(run.store, mirror)
             self._finished[name] = (committed, dead)
         except HiddenqError as error:
             telemetry.logger().warning("not_finished", run=name, error=str(error), next="tried again")

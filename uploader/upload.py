@@ -124,7 +124,7 @@ class ShardUpload:
                 log.error("shard_missing", error=str(error), next=self._consumer.remake(claim, str(error)))
                 return
         with self._status.stage("commit"):
-            is_ours = self._consumer.commit(claim, _entry(key, shard))
+            is_ours = self._consumer.commit(claim, ledger_entry(key, shard))
         with self._status.stage("delete"):
             if is_ours:
                 self._status.committed(shard)
@@ -152,9 +152,7 @@ class ShardUpload:
             store.put_file(key, path, checksum=shard.checksum, num_bytes=shard.num_bytes)
 
     def _mirror(self, run: OpenRun) -> LocalStore | None:
-        """Where copies are kept, if that is asked for."""
-        folder = self._settings.keep_local
-        return LocalStore(folder / run.record.run) if folder else None
+        return mirror_of(run.record.run, self._settings)
 
     def _waiting(self, claim: Claim[ShardReady], work: Callable[[], T]) -> T:
         """Do `work`, again and again while store or Redis is away; file and claim are kept.
@@ -190,6 +188,11 @@ class ShardUpload:
             self._consumer.stopping.wait(seconds)
 
 
+def mirror_of(run: str, settings: UploaderSettings) -> LocalStore | None:
+    """Where copies of a run are kept; None if that is not asked for."""
+    return LocalStore(settings.keep_local / run) if settings.keep_local else None
+
+
 def check_header(file: BinaryIO, shard: ShardReady) -> None:
     """Raise `DamagedShard` unless the file's size and header are those of the shard; its bytes are checked later."""
     size = os.fstat(file.fileno()).st_size
@@ -208,7 +211,8 @@ def _is_stored(run: OpenRun, key: str, shard: ShardReady) -> bool:
     return bool(info and info.num_bytes == shard.num_bytes and run.store.checksum(key) == shard.checksum)
 
 
-def _entry(key: str, shard: ShardReady) -> LedgerEntry:
+def ledger_entry(key: str, shard: ShardReady) -> LedgerEntry:
+    """What the ledger says of a shard that lies in the store under `key`."""
     return LedgerEntry(
         batch_id=shard.batch.batch_id,
         execution=shard.execution,
