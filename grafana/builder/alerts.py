@@ -35,6 +35,8 @@ class Alert:
     description: str
     dashboard: Literal["fleet", "gpu", "uploads", "run"]
     """Where to look first."""
+    details: str = ""
+    """What only Prometheus can look up while it writes the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,13 @@ def _gpu(family: str) -> str:
 def _of_gpu_workers(timing: Timing) -> tuple[Alert, ...]:
     window = timing.window
     tokens = f"rate(hiddenq_gpu_worker_tokens_total[{window}])"
-    busy = f'avg_over_time(hiddenq_gpu_worker_state{{state="busy"}}[{window}]) > 0.8'
+    waits = 'hiddenq_gpu_worker_state{state=~"starting|paused|waiting|draining|sick"}'
+    had_work = (
+        f"(max by (run, target) (max_over_time({waits}[{window}])) == 0\n"
+        f'    and on (run) min_over_time(hiddenq_monitor_queue_depth{{queue="extract"}}[{window}]) > 0)'
+    )
+    ecc = "hiddenq_gpu_worker_ecc_uncorrected_errors[1h]"
+    ecc_errors = f"max_over_time({ecc}) - min_over_time({ecc})"
     per_gpu = "run, host, device, target"
     return (
         Alert(
@@ -117,19 +125,22 @@ def _of_gpu_workers(timing: Timing) -> tuple[Alert, ...]:
             name="HiddenqGpuStraggler",
             expr=f"(\n  {tokens}\n"
             f"    < on (run) group_left ()\n"
-            f"  {STRAGGLER_SHARE:g} * quantile by (run) (0.5, {tokens} and on (target) ({busy}))\n"
-            f") > 0 and on (target) ({busy})",
+            f"  {STRAGGLER_SHARE:g} * quantile by (run) (0.5, {tokens} and on (target)\n    {had_work})\n"
+            f") > 0 and on (target)\n    {had_work}",
             for_seconds=600,
             severity="warning",
             summary="GPU {{ $labels.host }} {{ $labels.device }}: {{ $value | humanize }} tokens/s, under "
             f"{STRAGGLER_SHARE:.0%} of the fleet's median",
-            description="Busy all the time and slow. Clocks held down, another process on the GPU, or a slow host; "
-            "HiddenqGpuThrottled names the reason where the driver gives one.",
+            description="It had work all the time and is slow: clocks held down, another process on the GPU, or a slow "
+            "host.",
+            details="{{ with printf \"hiddenq_gpu_worker_throttled{target='%s'} == 1\" $labels.target | query }}"
+            "Throttled: {{ range . }}{{ .Labels.reason }} {{ end }}"
+            "{{ else }}Not throttled, as far as the driver says.{{ end }}",
             dashboard="gpu",
         ),
         Alert(
             name="HiddenqGpuThrottled",
-            expr=f'avg_over_time(hiddenq_gpu_worker_throttled{{reason!~"idle|gpu_idle|sw_power_cap"}}[{window}]) > 0.5',
+            expr=f'avg_over_time(hiddenq_gpu_worker_throttled{{reason!="power_cap"}}[{window}]) > 0.5',
             for_seconds=600,
             severity="warning",
             summary="GPU {{ $labels.host }} {{ $labels.device }} is throttled: {{ $labels.reason }}",
@@ -138,7 +149,7 @@ def _of_gpu_workers(timing: Timing) -> tuple[Alert, ...]:
         ),
         Alert(
             name="HiddenqGpuErrors",
-            expr=f"sum by ({per_gpu}) (increase(hiddenq_gpu_worker_ecc_uncorrected_errors[1h])) > 0\n"
+            expr=f"sum by ({per_gpu}) ({ecc_errors}) > 0\n"
             f"  or sum by ({per_gpu}) (hiddenq_gpu_worker_xid_errors_total) > 0",
             for_seconds=0,
             severity="warning",

@@ -22,6 +22,7 @@ def rule_file(timing: Timing = DEFAULT_TIMING) -> dict[str, Any]:
 
 
 def _rule(alert: Alert) -> dict[str, Any]:
+    details = {"details": alert.details} if alert.details else {}
     return {
         "alert": alert.name,
         "expr": alert.expr,
@@ -30,6 +31,7 @@ def _rule(alert: Alert) -> dict[str, Any]:
         "annotations": {
             "summary": alert.summary,
             "description": alert.description,
+            **details,
             "runbook": runbook_anchor(alert),
             "dashboard": f"/d/hiddenq-{alert.dashboard}",
         },

@@ -6,6 +6,7 @@ Names are `hiddenq_<stage>_<thing>_<unit>[_total]` in base units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,11 @@ class GpuWorkerMetrics:
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"hiddenq_gpu_worker_{name}", text, labels, registry=registry)
+
+        def unknown(name: str, text: str) -> Gauge:
+            made = gauge(name, f"{text} NaN until known.")
+            made.set(math.nan)
+            return made
 
         self.info = gauge("info", "Always 1; what this worker is.", "run", "host", "device", "gpu_uuid", "gpu_name",
                           "model", "attention", "spool_id")  # fmt: skip
@@ -47,17 +53,21 @@ class GpuWorkerMetrics:
         self.leases_lost = counter("leases_lost_total", "Executions dropped because their lease was lost.")
         self.claim_wait_seconds = counter("claim_wait_seconds_total", "Seconds spent with nothing to run.")
         self.state = gauge("state", "1 for the state the worker is in, 0 for the others.", "state")
-        self.fast_kernels = gauge("fast_kernels", "1 if the model's fast kernels are in use, 0 if a slow path is.")
-        self.memory_used = gauge("memory_used_bytes", "GPU memory in use on the device.")
-        self.memory_total = gauge("memory_total_bytes", "GPU memory of the device.")
-        self.memory_peak = gauge("memory_peak_bytes", "Most GPU memory this process has held.")
-        self.utilization = gauge("utilization_ratio", "Share of time a kernel ran, as NVML says; no proof of progress.")
-        self.temperature = gauge("temperature_celsius", "GPU temperature.")
-        self.power = gauge("power_watts", "GPU power draw.")
+        self.fast_kernels = unknown("fast_kernels", "1 if the model's fast kernels are in use, 0 if a slow path is.")
+        self.memory_used = unknown("memory_used_bytes", "GPU memory in use on the device.")
+        self.memory_total = unknown("memory_total_bytes", "GPU memory of the device.")
+        self.memory_peak = unknown("memory_peak_bytes", "Most GPU memory this process has held.")
+        self.utilization = unknown(
+            "utilization_ratio", "Share of time a kernel ran, as NVML says; no proof of progress."
+        )
+        self.temperature = unknown("temperature_celsius", "GPU temperature.")
+        self.power = unknown("power_watts", "GPU power draw.")
         self.throttled = gauge("throttled", "1 while clocks are held down for the reason.", "reason")
-        self.ecc_errors = gauge("ecc_uncorrected_errors", "Uncorrected ECC errors since the driver loaded.")
+        self.ecc_errors = unknown("ecc_uncorrected_errors", "Uncorrected ECC errors since the driver loaded.")
         self.xid_errors = counter("xid_errors_total", "XID events seen since start.", "xid")
-        self.useful_mfu = gauge("useful_mfu_ratio", "2 x parameters x real tokens a second over the measured ceiling.")
+        self.useful_mfu = unknown(
+            "useful_mfu_ratio", "2 x parameters x real tokens a second over the measured ceiling."
+        )
 
 
 class UploaderMetrics:

@@ -28,12 +28,17 @@ def labels_of(report: WorkerReport) -> dict[str, str]:
         "instance": report.target,
         "target": report.target,
         "role": report.role,
-        "run": report.run or "",
+        "run": run_label(report),
         "host": report.host,
         "device": report.device,
         "spool_id": report.spool_id,
     }
     return {name: value for name, value in labels.items() if value}
+
+
+def run_label(report: WorkerReport) -> str:
+    """The run of a GPU worker; an uploader serves whichever run has a shard in its spool, and gets none."""
+    return (report.run or "") if report.role == "gpu_worker" else ""
 
 
 def _reachable(report: WorkerReport, address: str) -> str:

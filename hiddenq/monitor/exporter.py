@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from hiddenq import __version__
 from hiddenq.contracts.metrics import Sample
+from hiddenq.monitor.discovery import run_label
 from hiddenq.monitor.model import RunStatus, SpoolStatus, WorkerStatus
 from hiddenq.monitor.status import Look
 
@@ -72,7 +73,7 @@ def _of_workers(look: Look) -> Iterator[Sample]:
         place = (worker.role, worker.host)
         expected[place] += 1
         live[place] += worker.alive
-        labels = (worker.role, seen.report.run or "", worker.host, worker.device, worker.target)
+        labels = (worker.role, run_label(seen.report), worker.host, worker.device, worker.target)
         yield "worker_up", labels, float(worker.alive)
         yield "worker_starting_seconds", labels, _starting_seconds(worker)
         if worker.role == "gpu_worker":

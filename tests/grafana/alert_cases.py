@@ -74,7 +74,8 @@ def _scraped(worker: Labels) -> Labels:
 UP = {monitor("redis_up"): "1x200"}
 EXTRACT = {**RUN, "queue": "extract"}
 UPLOAD = {**SPOOL, "queue": "upload"}
-BUSY = {gpu("state", worker, state="busy"): "1x60" for worker in (GPU, OTHER, THIRD)}
+QUEUED = {monitor("queue_depth", **EXTRACT): "100x90"}
+WORKING = QUEUED | {gpu("state", worker, state="paused"): "0x90" for worker in (GPU, OTHER, THIRD)}
 
 CASES = (
     Case(
@@ -139,11 +140,10 @@ CASES = (
         alert="HiddenqGpuStraggler",
         severity="warning",
         series={
-            **BUSY,
+            **WORKING,
             gpu("tokens_total", GPU): "0+600x10 6000+240x25 12000+600x40",
             gpu("tokens_total", OTHER): "0+600x75",
             gpu("tokens_total", THIRD): "0+600x75",
-            **{gpu("state", worker, state="busy"): "1x75" for worker in (GPU, OTHER, THIRD)},
         },
         silent_at=10,
         pending_at=22,
@@ -152,14 +152,21 @@ CASES = (
         resolved_at=55,
         near_misses={
             "slower than others, over 60 %": {
-                **BUSY,
+                **WORKING,
                 gpu("tokens_total", GPU): "0+400x60",
                 gpu("tokens_total", OTHER): "0+600x60",
                 gpu("tokens_total", THIRD): "0+600x60",
             },
-            "idle most of the time": {
-                **BUSY,
-                gpu("state", GPU, state="busy"): "0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1 0 0 1",
+            "the queue ran empty now and then": {
+                **WORKING,
+                monitor("queue_depth", **EXTRACT): "5 0 3 9 0 1 4 0 7 2 0 5 3 0 2 6 0 1 8 0 4 0 3 0 9 0 2 0 5 0 3 0 1",
+                gpu("tokens_total", GPU): "0+100x60",
+                gpu("tokens_total", OTHER): "0+600x60",
+                gpu("tokens_total", THIRD): "0+600x60",
+            },
+            "paused by a full spool": {
+                **WORKING,
+                gpu("state", GPU, state="paused"): "1x60",
                 gpu("tokens_total", GPU): "0+100x60",
                 gpu("tokens_total", OTHER): "0+600x60",
                 gpu("tokens_total", THIRD): "0+600x60",
@@ -169,15 +176,17 @@ CASES = (
     Case(
         alert="HiddenqGpuThrottled",
         severity="warning",
-        series={gpu("throttled", reason="hw_thermal"): "0x5 1x25 0x40"},
+        series={gpu("throttled", reason="hardware_thermal"): "0x5 1x25 0x40"},
         silent_at=5,
         pending_at=14,
         firing_at=24,
-        firing=[{**_scraped(GPU), "reason": "hw_thermal"}],
+        firing=[{**_scraped(GPU), "reason": "hardware_thermal"}],
         resolved_at=45,
         near_misses={
-            "now and then": {gpu("throttled", reason="hw_thermal"): "0 0 1 0 0 0 1 0 0 1 0 0 0 1 0 0 1 0 0 1 0 0 1 0"},
-            "at its power cap, as a busy GPU is": {gpu("throttled", reason="sw_power_cap"): "1x60"},
+            "now and then": {
+                gpu("throttled", reason="hardware_thermal"): "0 0 1 0 0 0 1 0 0 1 0 0 0 1 0 0 1 0 0 1 0 0 1 0"
+            },
+            "at its power cap, as a busy GPU is": {gpu("throttled", reason="power_cap"): "1x60"},
         },
     ),
     Case(

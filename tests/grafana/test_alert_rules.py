@@ -16,7 +16,7 @@ import yaml
 
 from grafana.builder.alerts import alerts
 from grafana.builder.files import ROOT
-from tests.grafana.alert_cases import CASES, GPU, MONITOR, OTHER, RUN, Case, Labels, Series, monitor, selector
+from tests.grafana.alert_cases import CASES, GPU, MONITOR, OTHER, RUN, Case, Labels, Series, gpu, monitor, selector
 from tests.grafana.programs import program
 
 RULES = ROOT / "rules" / "hiddenq.yaml"
@@ -125,6 +125,24 @@ def test_a_restart_of_everything_within_two_minutes_pages_nobody(tmp_path: Path)
         "exp_samples": [],
     }
     run_promtool(tmp_path, [story(series, fired)])
+
+
+def test_a_straggler_is_told_with_the_reason_its_clocks_are_held_down(tmp_path: Path) -> None:
+    alert = next(one for one in alerts() if one.name == "HiddenqGpuStraggler")
+    case = next(one for one in CASES if one.alert == alert.name)
+    expected = {
+        "exp_labels": {**case.firing[0], "severity": "warning"},
+        "exp_annotations": {
+            "summary": "GPU node1 cuda:0: 4 tokens/s, under 60% of the fleet's median",
+            "description": alert.description,
+            "details": "Throttled: hardware_thermal ",
+            "runbook": "grafana/RUNBOOK.md#hiddenqgpustraggler",
+            "dashboard": "/d/hiddenq-gpu",
+        },
+    }
+    told = {"eval_time": "32m", "alertname": alert.name, "exp_alerts": [expected]}
+    series = case.series | {gpu("throttled", reason="hardware_thermal"): "1x60"}
+    run_promtool(tmp_path, [{**story(series), "alert_rule_test": [told]}])
 
 
 def test_the_text_of_an_alert_names_host_gpu_and_time(tmp_path: Path) -> None:

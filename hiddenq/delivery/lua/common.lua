@@ -127,15 +127,20 @@ local function record(job, execution, kind, story)
   redis.call('XADD', 'rq:results:' .. job, 'MAXLEN', RESULTS_KEPT, '*', unpack(fields))
 end
 
--- Out of the places of jobs that neither wait nor run.
+-- Out of the place of a job that neither waits nor runs, whichever it is in.
 local function lift(job, queue)
-  redis.call('ZREM', 'hiddenq:delayed', job)
-  redis.call('ZREM', 'rq:scheduled:' .. queue, job)
-  redis.call('ZREM', 'rq:failed:' .. queue, job)
-  redis.call('ZREM', 'rq:finished:' .. queue, job)
-  local run = get(job, 'run')
-  if run then
-    redis.call('ZREM', 'hiddenq:run:' .. run .. ':dead', job)
+  local found = redis.call('HMGET', 'rq:job:' .. job, 'status', 'run')
+  local status, run = found[1], found[2]
+  if status == 'scheduled' then
+    redis.call('ZREM', 'hiddenq:delayed', job)
+    redis.call('ZREM', 'rq:scheduled:' .. queue, job)
+  elseif status == 'failed' then
+    redis.call('ZREM', 'rq:failed:' .. queue, job)
+    if run then
+      redis.call('ZREM', 'hiddenq:run:' .. run .. ':dead', job)
+    end
+  elseif status == 'finished' then
+    redis.call('ZREM', 'rq:finished:' .. queue, job)
   end
 end
 

@@ -20,6 +20,7 @@ for index, entry in ipairs(a.jobs) do
   elseif status == 'finished' and upload and get(upload, 'status') == 'failed' then
     answer[index] = 'd'
   else
+    lift(job, a.queue)
     redis.call('HSET', 'rq:job:' .. job, 'data', ARGV[index + 1], 'description', description, 'batch_id', batch_id,
       'run', a.run, 'created_at', iso(now), unpack(a.fields))
     wait(job, a.queue, false)

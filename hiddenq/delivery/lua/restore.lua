@@ -11,6 +11,7 @@ if is_committed(a.run, a.batch_id) or redis.call('EXISTS', 'rq:job:' .. a.upload
   return 0
 end
 redis.call('LREM', 'rq:queue:' .. a.extract_queue, 1, a.extract_job)
+lift(a.extract_job, a.extract_queue)
 redis.call('HSET', 'rq:job:' .. a.extract_job, unpack(ARGV, 2, 1 + a.fields_of_extract))
 complete(a.extract_job, a.extract_queue, a.execution, nil)
 redis.call('HSET', 'rq:job:' .. a.extract_job, 'upload', a.upload_job)
