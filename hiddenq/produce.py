@@ -145,6 +145,7 @@ class ProducerProcess:
         if isinstance(said, EnqueueReport):
             self.report = said
             self.is_enqueuing = False
+            self._process.join()
         elif said is None:
             if self.num_starts >= self.MAX_STARTS:
                 raise HiddenqError(

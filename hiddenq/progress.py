@@ -104,7 +104,7 @@ class RunProgress:
             self._live.update(render(self._status), refresh=True)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
-            self._console.print(summary_line(self._status), highlight=False)
+            self._console.print(summary_line(self._status), highlight=False, soft_wrap=True)
 
 
 def summary(client: redis.Redis, record: RunRecord, manifest: Manifest, seconds: dict[str, float]) -> None:
