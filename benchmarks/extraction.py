@@ -1,0 +1,318 @@
+"""How fast hiddenq extracts, end to end, beside the same work done without it: one command, one table.
+
+    python benchmarks/extraction.py --shape qwen3-8b --work /dev/shm/hiddenq --device cuda:0
+    python benchmarks/extraction.py --tiny --device cpu          # seconds; checks that it runs and that parity holds
+
+End to end means: batches enqueued in a real Redis, one worker process, shards in the spool, uploader processes, every
+shard committed in the ledger. The clock starts when the first batch is enqueued to a worker that is ready and stops at
+the last commit. Useful MFU is 2 x parameters in matrix products x real tokens / seconds / the matrix rate measured on
+this device, so padding, attention and everything else count as losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # not this folder: its queue.py would be taken for the standard one
+
+PARITY_SLACK = 1.1
+"""Our error against fp32 may be this much of plain Transformers' own."""
+
+
+def main() -> int:
+    """Run a part, or all of them."""
+    options = parse_options()
+    if options.part:
+        return run_part(options)
+    work = Path(options.work)
+    work.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(options.device)}
+    result["workload"] = run_child(options, "workload")
+    result["engine"] = run_child(options, "engine")
+    if options.engine_only:
+        print(json.dumps(result["machine"]))
+        return check(result, options)
+    if not options.no_baselines:
+        result["baselines"] = run_child(options, "baselines")
+    if options.disk:
+        result["disk"] = {"folder": options.disk, **run_child(options, "host", "--folder", options.disk)}
+        result["disk"]["end_to_end"] = end_to_end(options, Path(options.disk))
+    result["end_to_end"] = end_to_end(options, work)
+    (work / "result.json").write_text(json.dumps(result, indent=1))
+    print_table(result)
+    return check(result, options)
+
+
+def parse_options() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="qwen3-8b", help="qwen3-8b, qwen3.6-27b, qwen3.6-16-layers")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few samples")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument(
+        "--work", default="/dev/shm/hiddenq-benchmark", help="model, spool and store: RAM-backed for 8B"
+    )
+    parser.add_argument("--model-folder", default="", help="where the model's weights go, if not in --work")
+    parser.add_argument("--disk", default="", help="run once more with spool and store in this folder")
+    parser.add_argument("--every", type=int, default=1, help="engine alone: only every so many-th batch")
+    parser.add_argument("--uploaders", type=int, default=2)
+    parser.add_argument("--layers", default="dflash")
+    parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--engine-only", action="store_true", help="no queue, no worker process")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.tiny:
+        options.shape, options.samples = "tiny", min(options.samples, 48)
+    return options
+
+
+# Parts: each in a process of its own
+
+
+def run_child(options: argparse.Namespace, part: str, *more: str) -> dict[str, Any]:
+    """Run a part to its end and read its result."""
+    begun = time.monotonic()
+    done = subprocess.run(command(part, *more), stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    print(f"{part}: {time.monotonic() - begun:.1f} s {lines[-1][:600]}", flush=True)
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
+def command(part: str, *more: str) -> list[str]:
+    """This script again, as one of its parts."""
+    return [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--part", part, *more]
+
+
+def run_part(options: argparse.Namespace) -> int:
+    """Be a part."""
+    from gpu_worker import WorkerSettings, serve
+    from hiddenq.telemetry import configure_logging
+
+    work = Path(options.work)
+    folder = Path(options.folder) if options.folder else work
+    settings = WorkerSettings(device=options.device, spool=folder / "spool", cache=work / "cache")
+    settings.set_environment()
+    configure_logging(part=options.part)
+    if options.part == "worker":
+        return serve(settings)
+    if options.part == "uploader":
+        from uploader import UploaderSettings
+        from uploader import serve as upload
+
+        return upload(UploaderSettings(spool=folder / "spool", index=options.index, metrics_port=0))
+    from benchmarks import parts
+    from benchmarks.workload import SHAPES, make_workload
+
+    if options.part == "host":
+        parts.print_result(parts.measure_host(folder, options.device))
+        return 0
+    models = Path(options.model_folder) if options.model_folder else work
+    models.mkdir(parents=True, exist_ok=True)
+    workload = make_workload(
+        models, options.shape, num_samples=options.samples, device=options.device, tiny=options.tiny
+    )
+    if options.part == "workload":
+        plan(options, workload, work / "engine-run")
+        parts.print_result({"num_samples": len(workload.lengths), "num_tokens": workload.num_tokens})
+    elif options.part == "engine":
+        parts.print_result(parts.run_engine(settings, str(work / "engine-run"), every=options.every))
+    elif options.part == "baselines":
+        from hiddenq.contracts.layers import resolve_target_layers
+
+        layers = list(resolve_target_layers(options.layers, SHAPES[options.shape]().num_hidden_layers))
+        parts.print_result(parts.run_baselines(workload, layers, work / "baseline", options.device))
+    return 0
+
+
+def plan(options: argparse.Namespace, workload: Any, location: Path) -> Any:
+    """Make the run exist at a location, as `hiddenq produce` does."""
+    from hiddenq.storage import open_store
+    from producer import ProducerSettings, prepare
+
+    settings = ProducerSettings(
+        model=str(workload.model),
+        data=(str(workload.data),),
+        target_layers=options.layers,
+        token_budget=32768 if not options.tiny else 1024,
+        max_length=4096 if not options.tiny else 256,
+        run="benchmark",
+    )
+    return prepare(settings, open_store(location))
+
+
+# End to end
+
+
+def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Redis, worker and uploaders as real processes; from the first batch enqueued to the last one committed."""
+    from hiddenq.delivery import (
+        DeliverySettings,
+        EmbeddedServer,
+        Ledger,
+        RunRecord,
+        enqueue,
+        fleet,
+        save_run,
+        self_checks,
+    )
+    from hiddenq.storage import StoreSettings, open_store
+    from hiddenq.storage.runfiles import load_batches, load_run_json
+
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    shutil.copytree(Path(options.work) / "engine-run", folder / "out")
+    store = open_store(folder / "out")
+    config = load_run_json(store)
+    assert config is not None
+    batches = load_batches(store)
+    server = EmbeddedServer.start(Path(options.work) / "redis")
+    processes: list[subprocess.Popen[bytes]] = []
+    environment = os.environ | {
+        "HIDDENQ_REDIS_URL": server.url,
+        "HIDDENQ_REDIS_PASSWORD_FILE": str(server.password_file),
+        "HIDDENQ_LOG_FORMAT": "json",
+    }
+    log_path = folder / "worker.log"
+    try:
+        client = server.connect()
+        client.flushall()
+        record = RunRecord(
+            config=config,
+            location=store.uri,
+            store=StoreSettings().model_dump(mode="json"),
+            delivery=DeliverySettings(),
+        )
+        save_run(client, record)
+        with log_path.open("wb") as log:
+            processes.append(start("worker", folder, log, environment))
+            processes += [start("uploader", folder, log, environment, index) for index in range(options.uploaders)]
+        wait_until(lambda: any(w.report.state == "idle" for w in workers(fleet(client))), processes, log_path)
+        begun = time.monotonic()
+        enqueue(client, record, (batch.job(config.run) for batch in batches))
+        ledger = Ledger(client, config.run)
+        wait_until(lambda: ledger.totals().num_batches == len(batches), processes, log_path, every_seconds=0.05)
+        seconds = time.monotonic() - begun
+        checks = self_checks(client, config.run)
+        totals = ledger.totals()
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait(timeout=120)
+        server.stop()
+    events = {event["event"]: event for event in read_events(log_path)}
+    device_time = events.get("device_time", {})
+    shutil.rmtree(folder / "out")
+    shutil.rmtree(folder / "spool", ignore_errors=True)
+    return {
+        "seconds": seconds,
+        "num_batches": len(batches),
+        "num_samples": totals.num_samples,
+        "num_tokens": totals.num_tokens,
+        "num_bytes": totals.num_bytes,
+        "tokens_per_second": totals.num_tokens / seconds,
+        "gb_per_second": totals.num_bytes / seconds / 1e9,
+        "device_tokens_per_second": totals.num_tokens / device_time["span_seconds"] if device_time else None,
+        "busy_ratio": device_time.get("busy_ratio"),
+        "start": {name: value for name, value in events["ready"].items() if name.endswith("_seconds")},
+        "self_check": max((check.max_relative_difference for check in checks), default=None),
+        "num_self_checks": len(checks),
+    }
+
+
+def start(part: str, folder: Path, log: Any, environment: dict[str, str], index: int = 0) -> subprocess.Popen[bytes]:
+    """Start a worker or an uploader."""
+    return subprocess.Popen(
+        command(part, "--folder", str(folder), "--index", str(index)), stdout=log, stderr=log, env=environment
+    )
+
+
+def workers(snapshot: Any) -> list[Any]:
+    """The GPU workers of the fleet."""
+    return [worker for worker in snapshot.workers if worker.report.role == "gpu_worker"]
+
+
+def wait_until(condition: Any, processes: list[Any], log_path: Path, *, every_seconds: float = 0.2) -> None:
+    """Look until it holds; a process that ended is an error."""
+    while not condition():
+        for process in processes:
+            if process.poll() is not None:
+                raise RuntimeError(f"a process ended with {process.returncode}:\n{log_path.read_text()[-3000:]}")
+        time.sleep(every_seconds)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a log."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+# The table
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Machine and versions."""
+    import torch
+    import transformers
+
+    name = torch.cuda.get_device_name(0) if device != "cpu" and torch.cuda.is_available() else platform.processor()
+    return {
+        "device": name or platform.machine(),
+        "cpus": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "command": " ".join(sys.argv),
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The figures, one row a way of doing it."""
+    engine, whole = result["engine"], result["end_to_end"]
+    peer = result.get("baselines", {}).get("peer", {}).get("tokens_per_second")
+
+    def row(name: str, rate: float, more: str = "") -> None:
+        ceiling = engine["ceiling_flops"]
+        mfu = f"{rate * engine['flops_per_token'] / ceiling:.3f}" if ceiling else "-"
+        factor = f"{rate / peer:.1f}" if peer else "-"
+        print(f"| {name} | {rate:,.0f} | {mfu} | {factor} | {more} |")
+
+    print(json.dumps(result["machine"]))
+    print("| the same work | tokens/s | useful MFU | x peer | |\n|---|---|---|---|---|")
+    for name, found in result.get("baselines", {}).items():
+        row(name, found["tokens_per_second"])
+    row("engine alone, nothing written", engine["tokens_per_second"], f"padding {engine['padding']:.3f}")
+    if whole["device_tokens_per_second"]:
+        row("worker, first to last batch", whole["device_tokens_per_second"], f"GPU busy {whole['busy_ratio']:.4f}")
+    row("end to end, committed", whole["tokens_per_second"], f"{whole['gb_per_second']:.2f} GB/s")
+    if "disk" in result:
+        disk = result["disk"]["end_to_end"]
+        limits = f"{result['disk']['buffered_gb_per_second']:.2f} buffered, {result['disk']['fsync_gb_per_second']:.2f} fsync"
+        row("end to end, on disk", disk["tokens_per_second"], f"{disk['gb_per_second']:.2f} GB/s ({limits})")
+    print("start:", whole["start"], "\nparity:", engine["parity"], "self-checks:", whole["num_self_checks"])
+
+
+def check(result: dict[str, Any], options: argparse.Namespace) -> int:
+    """Parity must hold anywhere; 1 if it does not."""
+    parity = result["engine"]["parity"] or {"ours": 0.0, "transformers": 0.0}
+    floor = 1e-5 if options.tiny else 0.0
+    if parity["ours"] > max(parity["transformers"] * PARITY_SLACK, floor):
+        print(f"error against fp32 is {parity['ours']:.2e}, plain Transformers' {parity['transformers']:.2e}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What the benchmark runs on: model shapes with random weights, and samples whose lengths have a long tail.
+
+Invariant: seeded, so every part of a benchmark, and every repetition, sees the same weights and the same samples.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+
+SHAPES: dict[str, Any] = {
+    "qwen3-8b": lambda: Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "qwen3.6-27b": lambda: Qwen3_5TextConfig(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24, num_key_value_heads=4,
+        head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, vocab_size=248320,
+        max_position_embeddings=262144, dtype="bfloat16",
+    ),
+    "qwen3.6-16-layers": lambda: Qwen3_5TextConfig(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=16, num_attention_heads=24, num_key_value_heads=4,
+        head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, vocab_size=1024,
+        max_position_embeddings=262144, dtype="bfloat16",
+    ),
+    "tiny": lambda: Qwen3Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=1000, max_position_embeddings=4096, dtype="float32",
+    ),
+}  # fmt: skip
+MIN_LENGTH, MAX_LENGTH = 16, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model folder and a data file."""
+
+    model: Path
+    data: Path
+    lengths: list[int]
+    vocab_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of all samples."""
+        return sum(self.lengths)
+
+    def rows(self) -> list[list[int]]:
+        """The samples' token ids, in file order."""
+        generator = np.random.default_rng(1)
+        return [generator.integers(3, self.vocab_size, length).tolist() for length in self.lengths]
+
+
+def make_workload(folder: Path, shape: str, *, num_samples: int, device: str, tiny: bool) -> Workload:
+    """Write the model (once) and the samples."""
+    config = SHAPES[shape]()
+    model = folder / "model"
+    if not (model / "config.json").exists():
+        _write_model(model, config, device)
+    generator = torch.Generator().manual_seed(0)
+    scale, longest = (0.05, MAX_LENGTH // 16) if tiny else (1.0, MAX_LENGTH)
+    lengths = torch.exp(torch.randn(num_samples, generator=generator) * 0.9 + 5.9) * scale
+    workload = Workload(
+        model=model,
+        data=folder / "data.jsonl",
+        lengths=lengths.clamp(MIN_LENGTH, longest).long().tolist(),
+        vocab_size=config.vocab_size,
+    )
+    with workload.data.open("w") as file:
+        for row in workload.rows():
+            file.write(json.dumps({"input_ids": row}) + "\n")
+    return workload
+
+
+def _write_model(folder: Path, config: Any, device: str) -> None:
+    torch.manual_seed(0)
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(former)
+    model.save_pretrained(folder)
+    del model
+    if device != "cpu":
+        torch.cuda.empty_cache()
