@@ -85,6 +85,13 @@ def serve_metrics(registry: CollectorRegistry, *, port: int, address: str = "127
     raise UsageError(f"--metrics-port {port}: no free port from {port} to {port + PORT_TRIES - 1} on {address}")
 
 
+def advertised_address(bind: str, port: int) -> str:
+    """`host:port` at which another machine reaches what this process serves: the host is HIDDENQ_ADVERTISE_ADDRESS if
+    set, else the address it listens on, or this host's name where it listens on all."""
+    everywhere = bind in ("", "0.0.0.0", "::", "[::]")
+    return f"{os.environ.get('HIDDENQ_ADVERTISE_ADDRESS') or (host_name() if everywhere else bind)}:{port}"
+
+
 def host_name() -> str:
     """This host's name for people and labels: `HIDDENQ_HOST`, else the system's."""
     return os.environ.get("HIDDENQ_HOST") or socket.gethostname()

@@ -49,6 +49,8 @@ class Timing:
     """A restart within this pages nobody."""
     window: str = "10m"
     """Over which rates of single workers are taken."""
+    interval_seconds: int = 15
+    """Between two evaluations."""
 
 
 DEFAULT_TIMING = Timing()

@@ -7,7 +7,6 @@ from typing import Any
 from grafana.builder.alerts import DEFAULT_TIMING, Alert, Timing, alerts
 
 RUNBOOK = "grafana/RUNBOOK.md"
-INTERVAL_SECONDS = 15
 
 
 def runbook_anchor(alert: Alert) -> str:
@@ -18,7 +17,7 @@ def runbook_anchor(alert: Alert) -> str:
 def rule_file(timing: Timing = DEFAULT_TIMING) -> dict[str, Any]:
     """The whole rule file, ready for YAML."""
     rules = [_rule(alert) for alert in alerts(timing)]
-    return {"groups": [{"name": "hiddenq", "interval": f"{INTERVAL_SECONDS}s", "rules": rules}]}
+    return {"groups": [{"name": "hiddenq", "interval": f"{timing.interval_seconds}s", "rules": rules}]}
 
 
 def _rule(alert: Alert) -> dict[str, Any]:
