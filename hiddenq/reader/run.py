@@ -34,11 +34,18 @@ _TOKEN_BYTES = 16
 """A token's id and mask, int64 each: the last two tensors of a sample."""
 
 
-def open_run(uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16) -> Run:
+def open_run(
+    uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16, map_files: bool = False
+) -> Run:
     """Open the run at a folder or `s3://bucket/prefix`, finished or still going.
 
     A finished run is described by its index. Of one that is still going the shards' headers are read, `threads` at a
     time; it then holds the samples that were there at that moment.
+
+    Args:
+        map_files: map a local run's shards into memory instead of reading them: samples are then views of the page
+            cache, and changes to them are private. For local disks: if a network disk fails, or a file is cut, under
+            a map, the process dies.
 
     Raises:
         StoreRefused: the location can't be read.
@@ -55,7 +62,7 @@ def open_run(uri: str | Path, settings: StoreSettings | None = None, *, threads:
         index = read_index(store.get_bytes(names.INDEX), config)
     else:
         index = scan_shards(store, config, load_batches(store), threads=threads)
-    return Run(store.uri, settings, config, index, manifest)
+    return Run(store.uri, settings, config, index, manifest, map_files=map_files)
 
 
 def load_config(store: ObjectStore) -> RunConfig:
@@ -83,7 +90,14 @@ class Run:
     """One run, sample by sample: `run[sample_id]`."""
 
     def __init__(
-        self, uri: str, settings: StoreSettings, config: RunConfig, index: SampleIndex, manifest: Manifest | None
+        self,
+        uri: str,
+        settings: StoreSettings,
+        config: RunConfig,
+        index: SampleIndex,
+        manifest: Manifest | None,
+        *,
+        map_files: bool = False,
     ) -> None:
         self.uri = uri
         self.config = config
@@ -92,7 +106,8 @@ class Run:
         self.index = index
         self.shard_format = ShardFormat.of_run(config)
         self._settings = settings
-        self._local = _Process()
+        self._map_files = map_files
+        self._local = _Process(map_files)
 
     def __len__(self) -> int:
         return len(self.index.sample_ids)
@@ -198,7 +213,7 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._local = _Process()
+        self._local = _Process(self._map_files)
 
     def __repr__(self) -> str:
         state = "finished" if self.manifest else "still going"
@@ -208,14 +223,15 @@ class Run:
 class _Process:
     """What belongs to one process: the store and, for local runs, a few open files."""
 
-    def __init__(self) -> None:
+    def __init__(self, map_files: bool) -> None:
+        self._map_files = map_files
         self._lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._store: ObjectStore | None = None
-        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._files: OrderedDict[str, _ReadFile | _MappedFile] = OrderedDict()
 
     def store(self, uri: str, settings: StoreSettings) -> ObjectStore:
         if self._pid != os.getpid():
@@ -227,31 +243,27 @@ class _Process:
             return self._store
 
     def read(self, store: ObjectStore, key: str, begin: int, num_bytes: int) -> torch.Tensor:
+        """Up to `num_bytes` bytes from `begin` on, uint8; fewer if the object ends before."""
         path = store.open_local(key)
         if path is None:
-            return torch.frombuffer(bytearray(store.get_bytes(key, begin, begin + num_bytes)), dtype=torch.uint8)
+            data = store.get_bytes(key, begin, begin + num_bytes)
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         with self._lock:
-            file = self._files.pop(key, None) or _OpenFile(path)
+            file = self._files.pop(key, None) or (_MappedFile(path) if self._map_files else _ReadFile(path))
             self._files[key] = file
             while len(self._files) > _MAX_OPEN_FILES:
                 self._files.popitem(last=False)
         return file.read(begin, num_bytes)
 
 
-class _OpenFile:
-    """A descriptor that is closed when nobody reads from it any more."""
+class _ReadFile:
+    """A file that is read into new memory, and closed when nobody reads from it any more."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise ObjectMissing(f"{path}: no such object; run `hiddenq verify`") from error
-        except OSError as error:
-            raise StoreRefused(f"{path}: {error.strerror}; run `hiddenq verify`") from error
+        self._descriptor = _open(path)
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        """Up to `num_bytes` bytes; fewer at the end of the file. Never mapped: a network disk may fail under a map."""
         size = os.fstat(self._descriptor).st_size
         buffer = torch.empty(max(0, min(num_bytes, size - begin)), dtype=torch.uint8)
         view, done = memoryview(buffer.numpy().data), 0
@@ -265,3 +277,27 @@ class _OpenFile:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+class _MappedFile:
+    """A file whose bytes are views of the page cache; a view keeps the map alive."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = _open(path)
+        try:
+            size = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        self._map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return self._map[min(begin, len(self._map)) : begin + num_bytes]
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"{path}: no such object; run `hiddenq verify`") from error
+    except OSError as error:
+        raise StoreRefused(f"{path}: {error.strerror}; run `hiddenq verify`") from error

@@ -33,11 +33,12 @@ def stored(states: torch.Tensor, made: MadeRun) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("map_files", [False, True])
 @pytest.mark.parametrize("going", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_sample_comes_out_as_it_was_put_in(make: Make, dtype: str, going: bool) -> None:
+def test_every_sample_comes_out_as_it_was_put_in(make: Make, dtype: str, going: bool, map_files: bool) -> None:
     made = make(dtype=dtype, num_committed=4 if going else None)
-    run = hiddenq.open_run(made.folder)
+    run = hiddenq.open_run(made.folder, map_files=map_files)
     assert (run.manifest is None) is going
     assert run.sample_ids.tolist() == sorted(made.samples)
     assert run.lengths.tolist() == [len(made.samples[sample_id].input_ids) for sample_id in run]
@@ -80,7 +81,7 @@ def test_fp8_comes_out_in_the_dtype_asked_for_within_a_sixteenth_of_each_row(
     make: Make, layers: tuple[int, ...]
 ) -> None:
     made = make(storage_dtype="float8_e4m3fn", target_layer_ids=layers)
-    run = open_run(made.folder)
+    run = open_run(made.folder, map_files=len(layers) == 1)
     for sample_id in run:
         wanted = made.samples[sample_id].hidden_states
         assert run[sample_id].hidden_states.dtype == torch.bfloat16  # type: ignore[union-attr]
@@ -100,14 +101,17 @@ def test_what_is_not_stored_is_none(make: Make, fields: dict[str, object]) -> No
     assert (sample.final_hidden_state is None) == ("final_hidden_state" in fields)
 
 
-def test_a_sample_owns_its_memory_and_may_be_changed(make: Make) -> None:
+@pytest.mark.parametrize("map_files", [False, True])
+def test_a_sample_may_be_changed_and_the_run_stays_as_it_is(make: Make, map_files: bool) -> None:
     made = make()
-    run = open_run(made.folder)
+    before = {key: (made.folder / key).read_bytes() for key in made.shard_keys}
+    run = open_run(made.folder, map_files=map_files)
     sample = run[0]
     assert sample.hidden_states is not None
     sample.hidden_states.zero_()
     sample.input_ids.zero_()
-    assert torch.equal(run[0].input_ids, made.samples[0].input_ids)
+    assert torch.equal(open_run(made.folder)[0].input_ids, made.samples[0].input_ids)
+    assert {key: (made.folder / key).read_bytes() for key in made.shard_keys} == before
 
 
 def test_a_run_can_be_pickled_and_read_elsewhere(make: Make) -> None:
@@ -141,17 +145,18 @@ def test_a_manifest_of_another_run_is_refused(make: Make) -> None:
         open_run(made.folder)
 
 
-def test_a_shard_shorter_than_the_index_says_is_an_error_and_not_garbage(make: Make) -> None:
+@pytest.mark.parametrize("map_files", [False, True])
+def test_a_shard_shorter_than_the_index_says_is_an_error_and_not_garbage(make: Make, map_files: bool) -> None:
     made = make()
     key = made.shard_keys[0]
     path = made.folder / key
     path.write_bytes(path.read_bytes()[:-1])
     last = made.sample_ids[0][-1]
     with pytest.raises(DamagedShard, match=f"{key}: sample {last}: expected .* bytes at .*hiddenq verify"):
-        open_run(made.folder)[last]
+        open_run(made.folder, map_files=map_files)[last]
     path.unlink()
     with pytest.raises(ObjectMissing, match="no such object"):
-        open_run(made.folder)[last]
+        open_run(made.folder, map_files=map_files)[last]
 
 
 def rows_of(made: MadeRun) -> list[dict[str, object]]:
