@@ -8,12 +8,12 @@ with nothing new changes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 import redis
 from redis.exceptions import LockError
-from redis.lock import Lock
 
 from hiddenq import telemetry
 from hiddenq.contracts import checksum as crc
@@ -28,9 +28,6 @@ from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_batches
 from uploader.index import build_index
 
-LOCK_SECONDS = 60.0
-"""The finishing lock outlives its last renewal by this; it is renewed between any two steps."""
-
 
 def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Manifest:
     """Write `index.parquet`, `dead_letters.jsonl` and `manifest.json` for what is committed now.
@@ -42,14 +39,12 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
         TransientError: the finishing lock was lost on the way; call again.
         RedisAway, StoreAway: call again later.
     """
-    with away_errors(), _finishing(client, record.run) as lock:
+    with away_errors(), _finishing(client, record) as still_mine:
         entries = Ledger(client, record.run).entries()
         letters = dead_letters(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
-        index = build_index(
-            store, ShardFormat.of_run(record.config), batches, entries, still_mine=lambda: _renew(lock, record.run)
-        )
+        index = build_index(store, ShardFormat.of_run(record.config), batches, entries, still_mine=still_mine)
         checks = self_checks(client, record.run)
         manifest = _manifest(record, batches, entries, letters, crc.of_bytes(index)).model_copy(
             update={"self_checks": tuple(checks)}
@@ -58,11 +53,11 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
         if existing and _same(existing, manifest):
             manifest = existing
         else:
-            _renew(lock, record.run)
+            still_mine()
             store.delete(names.MANIFEST)
             store.put_bytes(names.INDEX, index)
             _write_letters(store, letters)
-            _renew(lock, record.run)
+            still_mine()
             store.put_bytes(names.MANIFEST, manifest.model_dump_json(indent=2).encode() + b"\n")
         if manifest.complete:
             mark_finished(client, record.run)
@@ -163,19 +158,30 @@ def _write_letters(store: ObjectStore, letters: Sequence[DeadLetter]) -> None:
 
 
 @contextlib.contextmanager
-def _finishing(client: redis.Redis, run: str) -> Iterator[Lock]:
-    """Hold the run's finishing lock."""
-    lock = client.lock(f"hiddenq:run:{run}:finishing", timeout=LOCK_SECONDS, sleep=0.2)
+def _finishing(client: redis.Redis, record: RunRecord) -> Iterator[Callable[[], None]]:
+    """Hold the run's finishing lock, renewed by a thread; yields what raises once it is lost."""
+    seconds = record.delivery.lease_seconds
+    lock = client.lock(f"hiddenq:run:{record.run}:finishing", timeout=seconds, sleep=0.2, thread_local=False)
     lock.acquire()
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(seconds / 3):
+            with contextlib.suppress(redis.RedisError):
+                lock.reacquire()
+
+    def still_mine() -> None:
+        try:
+            lock.reacquire()
+        except LockError as error:
+            raise TransientError(f"run {record.run}: another process is finishing it now") from error
+
+    thread = threading.Thread(target=renew, name="finishing", daemon=True)
+    thread.start()
     try:
-        yield lock
+        yield still_mine
     finally:
+        done.set()
+        thread.join()
         with contextlib.suppress(LockError):
             lock.release()
-
-
-def _renew(lock: Lock, run: str) -> None:
-    try:
-        lock.reacquire()
-    except LockError as error:
-        raise TransientError(f"run {run}: another process is finishing it now") from error

@@ -67,7 +67,7 @@ class Reconciler:
         Raises:
             RedisAway, StoreAway: not everything was looked at; the next time will do.
         """
-        for run in self._live_runs():
+        for run in self._known_runs():
             self._set_aside_dead_uploads(run)
             self._sweep_store(run)
         for orphan in self._orphans():
@@ -75,14 +75,17 @@ class Reconciler:
         for name in self._spool.sweep(self._is_dead, min_age_seconds=self._patience_seconds):
             self._log.info("temporary_removed", file=name)
 
-    def _live_runs(self) -> Iterator[OpenRun]:
+    def _known_runs(self) -> Iterator[OpenRun]:
+        """Live runs, and those that this process has worked for."""
+        opened = self._runs.opened()
         for record in list_runs(self._client):
-            if run_state(self._client, record.run) != "live":
-                continue
-            try:
-                yield self._runs.get(record.run)
-            except UserError as error:
-                self._log.debug("run_left_alone", run=record.run, error=str(error))
+            if record.run in opened:
+                yield opened[record.run]
+            elif run_state(self._client, record.run) == "live":
+                try:
+                    yield self._runs.get(record.run)
+                except UserError as error:
+                    self._log.debug("run_left_alone", run=record.run, error=str(error))
 
     def _set_aside_dead_uploads(self, run: OpenRun) -> None:
         """A shard whose upload was given up lies outside the marks, or the spool would stay full for ever."""
