@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.command import Command, make_command, processes_with
 from tests.support.models import save_tiny_model
+from tests.support.s3_server import s3_location, s3_server  # noqa: F401  fixtures
 
 SENTENCE = "the model reads a token and writes a state for each layer that was asked of it while time goes on"
 
@@ -31,6 +33,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny llama, qwen3 and qwen3_5 (a hybrid) checkpoints in fp32, with a tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     return {name: save_tiny_model(folder / name, name) for name in ("llama", "qwen3", "qwen3_5_text")}
+
+
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama that takes a fraction of a second a batch, so that a run can be met in its middle."""
+    return save_tiny_model(
+        tmp_path_factory.mktemp("slow") / "llama",
+        num_hidden_layers=16,
+        hidden_size=256,
+        intermediate_size=1024,
+        max_position_embeddings=1024,
+    )
+
+
+@pytest.fixture(scope="session")
+def real_model() -> tuple[Path, Path]:
+    """The demo's model and conversations: SmolLM2-135M-Instruct and people's chats."""
+    folder = Path(__file__).parents[2] / ".demo"
+    conversations = sorted(folder.glob("conversations-*.jsonl"))
+    if not (folder / "model").exists() or not conversations:
+        if os.environ.get("CI"):
+            pytest.fail("the demo's model is missing: `make test` makes it")
+        pytest.skip("the demo's model is missing: make it with `python deploy/demo.py .demo`")
+    return folder / "model", conversations[0]
 
 
 def chats(num: int, *, seed: int = 0, max_words: int = 60) -> list[dict[str, Any]]:

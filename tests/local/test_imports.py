@@ -38,7 +38,8 @@ def run_without(blocked: set[str], code: str, *arguments: str) -> subprocess.Com
 @pytest.mark.parametrize(
     "module",
     ["producer", "producer.prepare", "producer.report", "uploader", "uploader.service", "hiddenq.storage",
-     "hiddenq.delivery", "hiddenq.monitor", "hiddenq.doctor.diagnose", "hiddenq.local", "hiddenq.cli.stages", "hiddenq.cli.inspect"],
+     "hiddenq.delivery", "hiddenq.monitor", "hiddenq.doctor.diagnose", "hiddenq.local", "hiddenq.cli.stages",
+     "hiddenq.cli.inspect"],
 )  # fmt: skip
 def test_the_cpu_side_imports_without_torch(module: str) -> None:
     ended = run_without({"torch"}, f"import {module}")

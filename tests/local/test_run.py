@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import hiddenq
 from hiddenq.reader import Run
+from hiddenq.storage import StoreSettings
 from tests.local.conftest import chats, write_rows
-from tests.support.command import Command, Ended, lines_of
+from tests.support.command import Command, Ended, lines_of, make_command
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
 
 pytestmark = pytest.mark.slow
 
@@ -158,3 +160,54 @@ def test_a_location_of_another_run_is_refused_naming_the_field(
     ended = hiddenq(*common, "--model", models["qwen3"], "--target-layers", "1")
     assert ended.status == 2
     assert "model.config_digest" in ended.err
+
+
+def test_a_run_into_s3_is_complete_and_resumes(
+    s3_server: S3Server, s3_location: S3Location, models: dict[str, Path], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    command = make_command(home, AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_REGION="us-east-1")
+    data = write_rows(tmp_path / "chats.jsonl", chats(8))
+    arguments = ("run", "--model", models["llama"], "--data", data, "--out", s3_location.uri, "--target-layers", "1,2",
+                 "--endpoint-url", s3_server.endpoint_url, "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+    ended = command(*arguments)
+    assert ended.status == 0, f"{ended}\n{lines_of(sorted(home.rglob('*.log')))}"
+    again = command(*arguments)
+    assert again.status == 0, again
+    assert "0 to do" in again.out
+    verdict = command("verify", "--out", s3_location.uri, "--endpoint-url", s3_server.endpoint_url, "--recompute", "2")
+    assert verdict.status == 0, verdict
+    run = hiddenq.open_run(s3_location.uri, StoreSettings(endpoint_url=s3_server.endpoint_url, region="us-east-1"))
+    assert len(run) == 8
+    assert run[3].hidden_states.shape[1:] == (2, 64)
+
+
+def test_a_real_model_in_bf16_is_as_close_to_its_own_fp32_as_transformers_is(
+    hiddenq: Command, tmp_path: Path, real_model: tuple[Path, Path]
+) -> None:
+    model, conversations = real_model
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:6]))
+    out = tmp_path / "out"
+    ended = hiddenq("run", "--model", model, "--data", data, "--out", out, "--max-length", "96",
+                    "--token-budget", "288", "--devices", "cpu")  # fmt: skip
+    run = assert_complete(ended, out, 6)
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    assert run.target_layer_ids == (1, 14, 26)
+    for sample_id in range(6):
+        sample = run[sample_id]
+        truth, final, _ = plain_states(exact, sample.input_ids)
+        theirs, their_final, _ = plain_states(rounded, sample.input_ids)
+        pairs = [
+            (sample.hidden_states[:, n], theirs[layer], truth[layer]) for n, layer in enumerate(run.target_layer_ids)
+        ]
+        for ours, plain, expected in [*pairs, (sample.final_hidden_state, their_final, final)]:
+            assert distance(ours, expected) <= 1.05 * distance(plain, expected) + 1e-4
+            assert distance(ours, expected) < 2e-2
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root mean square of the difference, relative to that of the expected states."""
+    return ((found.float() - expected).norm() / expected.norm()).item()

@@ -1,0 +1,137 @@
+"""A run that is killed: the same command completes it, and no batch is in the store twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.local.conftest import chats, write_rows
+from tests.local.test_run import assert_complete
+from tests.support.command import Command, processes_with, wait_until
+
+pytestmark = pytest.mark.slow
+
+NUM_SAMPLES = 40
+
+
+@pytest.fixture
+def arguments(slow_model: Path, tmp_path: Path) -> tuple[str, ...]:
+    """A run of many batches of a few samples, slow enough to be caught in the middle."""
+    data = write_rows(tmp_path / "chats.jsonl", chats(NUM_SAMPLES, max_words=120))
+    return (
+        "run", "--model", str(slow_model), "--data", str(data), "--out", str(tmp_path / "out"),
+        "--target-layers", "0,1,2,3", "--token-budget", "768", "--max-length", "768",
+        "--devices", "cpu", "--cpu-threads", "1",
+    )  # fmt: skip
+
+
+def num_shards(out: Path) -> int:
+    folder = out / "states"
+    return len(list(folder.glob("*.safetensors"))) if folder.exists() else 0
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def communicate(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def test_a_killed_worker_is_replaced_and_its_batches_are_made_once(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    wait_until(lambda: num_shards(out) >= 2, seconds=90, what="the first shards")
+    victims = _workers_of(out)
+    assert victims
+    kill(victims)
+    status, said, errors = communicate(process, 180)
+    assert status == 0, f"{said}\n{errors}"
+    run = assert_complete(hiddenq(*arguments), out, NUM_SAMPLES)
+    assert len({run.sample_ids[i] for i in range(len(run))}) == NUM_SAMPLES
+
+
+def test_everything_killed_at_once_and_the_same_command_completes_it(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    wait_until(lambda: num_shards(out) >= 2, seconds=90, what="the first shards")
+    kill([process.pid, *processes_with(str(out)), *_servers_of(out)])
+    communicate(process)
+    done = num_shards(out)
+    assert done < NUM_SAMPLES
+    wait_until(lambda: not processes_with(str(out)), what="the end of its children")
+    ended = hiddenq(*arguments, seconds=180)
+    assert_complete(ended, out, NUM_SAMPLES)
+
+
+def test_an_interrupted_run_ends_its_children_and_goes_on_later(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
+    process.send_signal(signal.SIGINT)
+    status, _, errors = communicate(process)
+    assert status == 130
+    assert "the same command goes on from here" in errors
+    assert processes_with(str(out)) == []
+    assert not (out / "manifest.json").exists()
+    assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
+
+
+def test_a_second_run_on_the_same_location_is_refused_naming_the_owner(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    try:
+        wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
+        second = hiddenq(*arguments)
+        assert second.status == 2, second
+        assert f"is being run by process {process.pid}" in second.err
+        assert "hiddenq worker" in second.err, "it says how to join"
+        assert len(second.err.strip().splitlines()) == 1
+    finally:
+        status, said, errors = communicate(process, 180)
+    assert status == 0, f"the first one is not disturbed: {said}\n{errors}"
+
+
+def test_status_of_a_run_that_goes_on_and_of_one_that_ended(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
+    going = hiddenq("status", "--out", out, "--json")
+    status, said, errors = communicate(process, 180)
+    assert status == 0, f"{said}\n{errors}"
+    assert going.status == 0, going
+    looked = json.loads(going.out)
+    assert looked["total"]["num_samples"] == NUM_SAMPLES
+    assert 0 < looked["committed"]["num_samples"] <= NUM_SAMPLES
+    assert {worker["role"] for worker in looked["workers"]} == {"gpu_worker", "uploader"}
+    ended = hiddenq("status", "--out", out)
+    assert ended.status == 0, ended
+    assert "complete" in ended.out
+
+
+def _workers_of(out: Path) -> list[int]:
+    """The GPU workers whose spool lies in this location."""
+    return [pid for pid in processes_with(str(out)) if b"worker-process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _servers_of(out: Path) -> list[int]:
+    """The embedded server of this location."""
+    known = out / ".hiddenq" / "redis" / "server.json"
+    return [int(json.loads(known.read_text())["pid"])] if known.exists() else []
