@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -106,12 +106,11 @@ def _file_blocks(file: Path) -> Iterator[Block]:
         elif magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
             yield from _arrow_blocks(file, is_stream=not magic.startswith(b"ARROW1"))
         elif magic.startswith(b"\x1f\x8b"):
-            yield from _line_blocks(gzip.GzipFile(fileobj=stream), stream, file)
+            yield from _line_blocks(_chunks(gzip.GzipFile(fileobj=stream)), stream, file)
         elif magic.startswith(b"\x28\xb5\x2f\xfd"):
-            packed = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True, closefd=False)
-            yield from _line_blocks(packed, stream, file)
+            yield from _line_blocks(_zstd_chunks(stream), stream, file)
         else:
-            yield from _line_blocks(stream, stream, file)
+            yield from _line_blocks(_chunks(stream), stream, file)
 
 
 def _parquet_blocks(file: Path) -> Iterator[Block]:
@@ -141,11 +140,11 @@ def _batch_blocks(batch: pa.RecordBatch, num_bytes_read: int) -> Iterator[Block]
         yield Block(num_rows=piece.num_rows, num_bytes_read=num_bytes_read, arrow=arrow)
 
 
-def _line_blocks(stream: IO[bytes] | Any, raw: IO[bytes] | Any, file: Path) -> Iterator[Block]:
-    """Lines of `stream`; `raw` is the file beneath, whose position tells how far reading has come."""
+def _line_blocks(chunks: Iterator[bytes], raw: Any, file: Path) -> Iterator[Block]:
+    """Lines in `chunks`; `raw` is the file beneath, whose position tells how far reading has come."""
     lines: list[bytes] = []
     size = 0
-    for number, line in enumerate(_lines(stream)):
+    for number, line in enumerate(_lines(chunks)):
         if number == 0:
             _refuse_array(line, file)
         lines.append(line)
@@ -157,12 +156,31 @@ def _line_blocks(stream: IO[bytes] | Any, raw: IO[bytes] | Any, file: Path) -> I
         yield Block(num_rows=len(lines), num_bytes_read=raw.tell(), lines=lines)
 
 
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+def _chunks(stream: Any) -> Iterator[bytes]:
+    while chunk := stream.read(_READ_BYTES):
+        yield chunk
+
+
+def _zstd_chunks(stream: Any) -> Iterator[bytes]:
+    """What one frame after the other unpacks to; `zstandard`'s own reader takes a cut frame for the file's end."""
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    is_whole = True
+    while packed := stream.read(_READ_BYTES >> 3):
+        while packed:
+            yield frame.decompress(packed)
+            packed, is_whole = frame.unused_data, frame.eof
+            if is_whole:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+    if not is_whole:
+        raise EOFError("the file ends before its last zstd frame does")
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Lines that are not blank, without their ends; of any length, each byte copied a bounded number of times."""
     pieces: list[bytes] = []
     is_first = True
-    while chunk := stream.read(_READ_BYTES):
-        if is_first:
+    for chunk in chunks:
+        if is_first and chunk:
             chunk, is_first = chunk.removeprefix(_BOM), False
         head, *rest = chunk.split(b"\n")
         pieces.append(head)

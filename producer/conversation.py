@@ -37,6 +37,7 @@ REPAIRS = {
     "system_column": "a system text in a column of its own became the first turn",
     "columns_of_turns": "turns stored column by column were put together again",
     "tool_calls_adapted": "tool calls were put into the form that the chat template takes",
+    "reasoning_left_out": "turns whose reasoning the chat template leaves out",
     "surrogates_replaced": "unpaired surrogates became U+FFFD",
     "special_tokens_found": "text spells special tokens of the tokenizer; they count as such",
     "special_tokens_escaped": "special tokens spelled in text were broken by a zero-width space",

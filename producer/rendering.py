@@ -50,7 +50,11 @@ def _render_whole(chat: ChatTokenizer, row: Conversation, repairs: Counter[str])
         except RowRejected as reject:
             refusal = reject
         else:
-            repairs.update({"tool_calls_adapted": 1} if number else {})
+            if number:
+                repairs["tool_calls_adapted"] += 1
+            unread = sum((message.get(REASONING_KEYS[0]) or "").strip() not in rendered for message in messages)
+            if unread:
+                repairs["reasoning_left_out"] += unread
             return messages, rendered
     assert refusal is not None
     raise refusal

@@ -51,6 +51,12 @@ ROWS: dict[str, dict[str, Any]] = {
         ],
         "tools": [_WEATHER],
     },
+    "reasoning": {
+        "messages": [
+            {"role": "user", "content": "Is 91 prime?"},
+            {"role": "assistant", "reasoning_content": "7 times 13 is 91.", "content": "No."},
+        ]
+    },
     "thinking": {
         "messages": [
             {"role": "user", "content": "Is 91 prime?"},

@@ -1,0 +1,138 @@
+"""Reading rows: every format gives the same rows, and none of them can spoil another."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from hiddenq.contracts.errors import DatasetError
+from producer.blocks import Suspect, read_blocks
+from producer.conversation import RowRejected
+from tests.producer.conftest import chat, encode_rows, make_encoder, write_lines
+
+ROWS = [chat(f"question {number}", "answer " * (number % 7 + 1)) for number in range(1200)]
+
+
+def read(*files: Path, limit: int | None = None) -> list[Any]:
+    rows: list[Any] = []
+    for block in read_blocks(list(files), limit):
+        values = block.decode()
+        assert (block.first_row, block.num_rows) == (len(rows), len(values))
+        rows += values
+    return rows
+
+
+def write(path: Path, kind: str) -> Path:
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    if kind == "jsonl":
+        path.write_bytes(data)
+    elif kind == "gzip":
+        path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
+    elif kind == "zstd":
+        path.write_bytes(zstandard.compress(data[: len(data) // 2]) + zstandard.compress(data[len(data) // 2 :]))
+    else:
+        table = pa.Table.from_pylist([row | {"unread": number} for number, row in enumerate(ROWS)])
+        if kind == "parquet":
+            pa.parquet.write_table(table, path, row_group_size=500)
+        elif kind == "arrow file":
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=500)
+        else:
+            with pa.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=500)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet", "arrow file", "arrow stream"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    file = write(tmp_path / "data", kind)
+    assert read(file) == ROWS
+    assert read(file, file) == ROWS * 2
+    assert read(file, file, limit=1300) == (ROWS * 2)[:1300]
+    assert read(file, limit=1) == ROWS[:1]
+
+
+def test_progress_ends_at_the_size_of_all_files(tmp_path: Path) -> None:
+    for kind in ("jsonl", "gzip", "zstd", "parquet"):
+        file = write(tmp_path / "data", kind)
+        seen = [block.num_bytes_read for block in read_blocks([file, file])]
+        assert seen == sorted(seen)
+        assert seen[-1] == 2 * file.stat().st_size
+
+
+def test_a_dataset_saved_by_datasets_is_read_in_its_order(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from producer.sources import resolve_data
+
+    saved = datasets.Dataset.from_list(ROWS).shuffle(seed=1)
+    saved.save_to_disk(tmp_path / "saved", num_shards=3)
+    files = resolve_data([str(tmp_path / "saved")], lambda: tmp_path)
+    assert read(*(file.path for file in files)) == saved.to_list()
+
+
+def test_line_ends_blank_lines_and_a_byte_order_mark_are_not_rows(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b'\xef\xbb\xbf\n{"text": 1}\r\n\n   \n\r\n{"text": 2}')
+    assert read(file) == [{"text": 1}, {"text": 2}]
+    file.write_bytes(b"")
+    assert read(file) == []
+
+
+def test_one_bad_line_is_one_bad_row(tmp_path: Path) -> None:
+    deep = b"[" * 100_000
+    file = write_lines(
+        tmp_path / "data", [b"{}", b"{not json", b'"\xff\xfe"', deep, b'{"a": NaN}', b'{"a": "\\ud800"}', b"[1]"]
+    )
+    rows = read(file)
+    reasons = [row.reason if isinstance(row, RowRejected) else row for row in rows]
+    assert reasons[:4] == [{}, "not_json", "bad_text", "not_json"]
+    assert isinstance(rows[4], Suspect)
+    assert rows[5] == Suspect({"a": "\ud800"})
+    assert rows[6] == [1]
+
+
+def test_a_huge_line_is_a_block_of_its_own_and_tokenised_no_further_than_needed(model: Path, tmp_path: Path) -> None:
+    huge = chat("a", "lorem ipsum " * 2_000_000)
+    file = write_lines(tmp_path / "data", [ROWS[0], huge, ROWS[1]])
+    assert [block.num_rows for block in read_blocks([file])] == [2, 1]
+    block = encode_rows(make_encoder(model, max_length=100), [ROWS[0], huge, ROWS[1]])
+    assert block.lengths[1] == 100
+    alone = encode_rows(make_encoder(model, max_length=100), [chat("a", "lorem ipsum " * 2_000)])
+    assert block.input_ids[block.lengths[0] :][:100].tolist() == alone.input_ids.tolist()
+    dropped = encode_rows(make_encoder(model, max_length=100, length_policy="drop"), [huge])
+    assert [reject.reason for reject in dropped.rejected] == ["too_long"]
+
+
+def test_a_file_that_is_one_json_array_is_refused_with_the_cure(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    for text in (json.dumps(ROWS[:2]), json.dumps(ROWS[:2], indent=1)):
+        file.write_text(text)
+        with pytest.raises(DatasetError, match=r"it is one JSON array; rows must stand one a line: jq -c '\.\[\]'"):
+            read(file)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
+def test_a_cut_file_is_an_error_that_says_where(tmp_path: Path, kind: str) -> None:
+    file = write(tmp_path / "data", kind)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+    with pytest.raises(DatasetError, match=r"--data .*data: can't be read after row \d+"):
+        read(file)
+
+
+def test_null_fields_of_columnar_files_are_as_if_absent(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "Oslo"}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [{"role": "user", "content": "a", "name": "me"}, {"role": "assistant", "content": "b"}]},
+    ]
+    file = tmp_path / "data"
+    pa.parquet.write_table(pa.Table.from_pylist(rows), file)
+    assert read(file) == rows
