@@ -79,7 +79,8 @@ def comparisons(run: Run, location: Path, arguments: argparse.Namespace) -> Iter
             },
         )
         return
-    mapped = open_run(location, map_files=True)
+    mapped = open_run(location, local_files="map")
+    read = open_run(location, local_files="read")
     files = [safe_open(location / key, framework="pt") for key in run.index.shard_keys]
 
     def plain(sample_id: int) -> Iterator[torch.Tensor]:
@@ -91,6 +92,7 @@ def comparisons(run: Run, location: Path, arguments: argparse.Namespace) -> Iter
         {
             "safetensors, cloned": lambda: ([tensor.clone() for tensor in plain(sample_id)] for sample_id in order),
             "run[sample_id]": lambda: (tensors(run, sample_id) for sample_id in order),
+            'local_files="read"': lambda: (tensors(read, sample_id) for sample_id in order),
             "HiddenStatesStream": lambda: streamed(run, arguments.threads),
         },
     )
@@ -98,7 +100,7 @@ def comparisons(run: Run, location: Path, arguments: argparse.Namespace) -> Iter
         "mapped, every byte looked at",
         {
             "safetensors": lambda: (look(plain(sample_id)) for sample_id in order),
-            "map_files=True": lambda: (look(tensors(mapped, sample_id)) for sample_id in order),
+            'local_files="map"': lambda: (look(tensors(mapped, sample_id)) for sample_id in order),
         },
     )
 

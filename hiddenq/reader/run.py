@@ -8,9 +8,6 @@ A sample costs one ranged read of exactly its bytes.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,23 +16,23 @@ import numpy as np
 import torch
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, ObjectMissing, RunMismatch, StoreRefused, UsageError
+from hiddenq.contracts.errors import DamagedShard, RunMismatch, UsageError
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.reader.decode import Sample, decode_sample
+from hiddenq.reader.files import LocalFiles, ProcessFiles
 from hiddenq.reader.index import Integers, SampleIndex, read_index, scan_shards
 from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_batches, load_run_json, read_token_rows
 
-_MAX_OPEN_FILES = 64
 _TOKEN_BYTES = 16
 """A token's id and mask, int64 each: the last two tensors of a sample."""
 
 
 def open_run(
-    uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16, map_files: bool = False
+    uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16, local_files: LocalFiles = "auto"
 ) -> Run:
     """Open the run at a folder or `s3://bucket/prefix`, finished or still going.
 
@@ -43,9 +40,9 @@ def open_run(
     time; it then holds the samples that were there at that moment.
 
     Args:
-        map_files: map a local run's shards into memory instead of reading them: samples are then views of the page
-            cache, and changes to them are private. For local disks: if a network disk fails, or a file is cut, under
-            a map, the process dies.
+        local_files: how a local run's shards are read: `read` into new memory by system calls; `map` gives views of the
+            page cache without a copy (changes to them are private; clone what you save or send to another process);
+            `auto` copies out of a map on a local disk and reads on a network disk, where a map may kill the process.
 
     Raises:
         StoreRefused: the location can't be read.
@@ -62,7 +59,7 @@ def open_run(
         index = read_index(store.get_bytes(names.INDEX), config)
     else:
         index = scan_shards(store, config, load_batches(store), threads=threads)
-    return Run(store.uri, settings, config, index, manifest, map_files=map_files)
+    return Run(store.uri, settings, config, index, manifest, local_files=local_files)
 
 
 def load_config(store: ObjectStore) -> RunConfig:
@@ -97,7 +94,7 @@ class Run:
         index: SampleIndex,
         manifest: Manifest | None,
         *,
-        map_files: bool = False,
+        local_files: LocalFiles = "auto",
     ) -> None:
         self.uri = uri
         self.config = config
@@ -106,8 +103,8 @@ class Run:
         self.index = index
         self.shard_format = ShardFormat.of_run(config)
         self._settings = settings
-        self._map_files = map_files
-        self._local = _Process(map_files)
+        self._local_files = local_files
+        self._local = ProcessFiles(local_files)
 
     def __len__(self) -> int:
         return len(self.index.sample_ids)
@@ -213,91 +210,8 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._local = _Process(self._map_files)
+        self._local = ProcessFiles(self._local_files)
 
     def __repr__(self) -> str:
         state = "finished" if self.manifest else "still going"
         return f"<Run {self.config.run} at {self.uri}: {len(self)} samples, layers {self.target_layer_ids}, {state}>"
-
-
-class _Process:
-    """What belongs to one process: the store and, for local runs, a few open files."""
-
-    def __init__(self, map_files: bool) -> None:
-        self._map_files = map_files
-        self._lock = threading.Lock()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._store: ObjectStore | None = None
-        self._files: OrderedDict[str, _ReadFile | _MappedFile] = OrderedDict()
-
-    def store(self, uri: str, settings: StoreSettings) -> ObjectStore:
-        if self._pid != os.getpid():
-            self._lock = threading.Lock()
-            self._reset()
-        with self._lock:
-            if self._store is None:
-                self._store = open_store(uri, settings)
-            return self._store
-
-    def read(self, store: ObjectStore, key: str, begin: int, num_bytes: int) -> torch.Tensor:
-        """Up to `num_bytes` bytes from `begin` on, uint8; fewer if the object ends before."""
-        path = store.open_local(key)
-        if path is None:
-            data = store.get_bytes(key, begin, begin + num_bytes)
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        with self._lock:
-            file = self._files.pop(key, None) or (_MappedFile(path) if self._map_files else _ReadFile(path))
-            self._files[key] = file
-            while len(self._files) > _MAX_OPEN_FILES:
-                self._files.popitem(last=False)
-        return file.read(begin, num_bytes)
-
-
-class _ReadFile:
-    """A file that is read into new memory, and closed when nobody reads from it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = -1
-        self._descriptor = _open(path)
-
-    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        size = os.fstat(self._descriptor).st_size
-        buffer = torch.empty(max(0, min(num_bytes, size - begin)), dtype=torch.uint8)
-        view, done = memoryview(buffer.numpy().data), 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], begin + done)
-            if not count:
-                break
-            done += count
-        return buffer[:done]
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-
-class _MappedFile:
-    """A file whose bytes are views of the page cache; a view keeps the map alive."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = _open(path)
-        try:
-            size = os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
-        self._map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-
-    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        return self._map[min(begin, len(self._map)) : begin + num_bytes]
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise ObjectMissing(f"{path}: no such object; run `hiddenq verify`") from error
-    except OSError as error:
-        raise StoreRefused(f"{path}: {error.strerror}; run `hiddenq verify`") from error

@@ -21,6 +21,7 @@ import hiddenq
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, RunMismatch, UsageError
 from hiddenq.reader import open_run
+from hiddenq.reader.files import MAX_OPEN_FILES, LocalFiles, file_system
 from hiddenq.reader.index import read_index
 from tests.support.made_run import MadeRun, make_run, write_index
 
@@ -33,12 +34,12 @@ def stored(states: torch.Tensor, made: MadeRun) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("map_files", [False, True])
+@pytest.mark.parametrize("local_files", ["auto", "read", "map"])
 @pytest.mark.parametrize("going", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_sample_comes_out_as_it_was_put_in(make: Make, dtype: str, going: bool, map_files: bool) -> None:
+def test_every_sample_comes_out_as_it_was_put_in(make: Make, dtype: str, going: bool, local_files: LocalFiles) -> None:
     made = make(dtype=dtype, num_committed=4 if going else None)
-    run = hiddenq.open_run(made.folder, map_files=map_files)
+    run = hiddenq.open_run(made.folder, local_files=local_files)
     assert (run.manifest is None) is going
     assert run.sample_ids.tolist() == sorted(made.samples)
     assert run.lengths.tolist() == [len(made.samples[sample_id].input_ids) for sample_id in run]
@@ -81,7 +82,7 @@ def test_fp8_comes_out_in_the_dtype_asked_for_within_a_sixteenth_of_each_row(
     make: Make, layers: tuple[int, ...]
 ) -> None:
     made = make(storage_dtype="float8_e4m3fn", target_layer_ids=layers)
-    run = open_run(made.folder, map_files=len(layers) == 1)
+    run = open_run(made.folder, local_files="map" if len(layers) == 1 else "auto")
     for sample_id in run:
         wanted = made.samples[sample_id].hidden_states
         assert run[sample_id].hidden_states.dtype == torch.bfloat16  # type: ignore[union-attr]
@@ -101,11 +102,11 @@ def test_what_is_not_stored_is_none(make: Make, fields: dict[str, object]) -> No
     assert (sample.final_hidden_state is None) == ("final_hidden_state" in fields)
 
 
-@pytest.mark.parametrize("map_files", [False, True])
-def test_a_sample_may_be_changed_and_the_run_stays_as_it_is(make: Make, map_files: bool) -> None:
+@pytest.mark.parametrize("local_files", ["auto", "read", "map"])
+def test_a_sample_may_be_changed_and_the_run_stays_as_it_is(make: Make, local_files: LocalFiles) -> None:
     made = make()
     before = {key: (made.folder / key).read_bytes() for key in made.shard_keys}
-    run = open_run(made.folder, map_files=map_files)
+    run = open_run(made.folder, local_files=local_files)
     sample = run[0]
     assert sample.hidden_states is not None
     sample.hidden_states.zero_()
@@ -124,13 +125,33 @@ def test_a_run_can_be_pickled_and_read_elsewhere(make: Make) -> None:
     assert repr(run).startswith("<Run made at ")
 
 
-def test_reading_many_shards_keeps_few_files_open(make: Make) -> None:
+@pytest.mark.parametrize("local_files", ["auto", "read"])
+def test_reading_many_shards_keeps_few_files_open_and_mapped(make: Make, local_files: LocalFiles) -> None:
     made = make(num_samples=200, samples_per_batch=1, max_length=3)
-    run = open_run(made.folder)
-    before = len(os.listdir("/proc/self/fd"))
+    run = open_run(made.folder, local_files=local_files)
+    descriptors, maps = len(os.listdir("/proc/self/fd")), mapped(made.folder)
     for sample_id in run:
         run[sample_id]
-    assert len(os.listdir("/proc/self/fd")) - before <= 64
+    assert len(os.listdir("/proc/self/fd")) - descriptors <= MAX_OPEN_FILES
+    assert mapped(made.folder) - maps <= MAX_OPEN_FILES
+
+
+def mapped(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_network_disk_is_read_and_never_mapped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    monkeypatch.setattr("hiddenq.reader.files.file_system", lambda _path: "nfs4")
+    run = open_run(made.folder)
+    for sample_id in run:
+        run[sample_id]
+    assert mapped(made.folder) == 0
+
+
+def test_the_kind_of_a_file_system_is_that_of_its_innermost_mount() -> None:
+    assert file_system(Path("/proc/self/status")) == "proc"
+    assert file_system(Path("/sys/kernel")) == "sysfs"
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
@@ -145,18 +166,18 @@ def test_a_manifest_of_another_run_is_refused(make: Make) -> None:
         open_run(made.folder)
 
 
-@pytest.mark.parametrize("map_files", [False, True])
-def test_a_shard_shorter_than_the_index_says_is_an_error_and_not_garbage(make: Make, map_files: bool) -> None:
+@pytest.mark.parametrize("local_files", ["auto", "read", "map"])
+def test_a_shard_shorter_than_the_index_says_is_an_error_and_not_garbage(make: Make, local_files: LocalFiles) -> None:
     made = make()
     key = made.shard_keys[0]
     path = made.folder / key
     path.write_bytes(path.read_bytes()[:-1])
     last = made.sample_ids[0][-1]
     with pytest.raises(DamagedShard, match=f"{key}: sample {last}: expected .* bytes at .*hiddenq verify"):
-        open_run(made.folder, map_files=map_files)[last]
+        open_run(made.folder, local_files=local_files)[last]
     path.unlink()
     with pytest.raises(ObjectMissing, match="no such object"):
-        open_run(made.folder, map_files=map_files)[last]
+        open_run(made.folder, local_files=local_files)[last]
 
 
 def rows_of(made: MadeRun) -> list[dict[str, object]]:

@@ -177,6 +177,7 @@ def stray_objects(objects: Iterable[str], batches: Sequence[BatchPlan], shards: 
         names.INDEX,
         names.MANIFEST,
         names.TARGET_HEAD,
+        names.OWNER,
         *(names.token_part_key(part) for part in {batch.token_part for batch in batches}),
         *shards,
     }
