@@ -7,6 +7,12 @@
 set -eu
 umask 0002
 
+# The machine's name, not the container's, which is another at every start.
+if [ -z "${HIDDENQ_HOST:-}" ] && [ -r /etc/hiddenq-host ]; then
+    HIDDENQ_HOST=$(cat /etc/hiddenq-host)
+    export HIDDENQ_HOST
+fi
+
 case "${1:-}" in
     produce | worker | upload | monitor)
         if [ "${HIDDENQ_PREFLIGHT:-on}" != off ]; then
