@@ -35,6 +35,7 @@ from hiddenq.delivery import (
     fleet,
     stuck_reason,
 )
+from hiddenq.owner import OwnerMark
 from hiddenq.produce import ProducerProcess
 from hiddenq.progress import RunProgress, summary
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
@@ -87,14 +88,7 @@ def run(settings: RunSettings) -> int:
     litter: list[Path] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, litter)
-        client, server = _open_redis(folder, settings.redis_url)
-        stack.callback(client.close)
-        joining = f"HIDDENQ_REDIS_URL={os.environ[state.REDIS_VARIABLE]} hiddenq worker"
-        lock = LocationLock(client, store.uri, settings=settings.delivery, command=joining)
-        lock.__enter__()  # RunMismatch: another `run` owns the location, and an embedded server is its own
-        if server:
-            stack.callback(server.stop)
-        stack.push(lock)
+        client = _take(stack, store, folder, settings)
         stack.enter_context(Reaper(client, settings.delivery))
         try:
             return _Pipeline(settings, store, client, folder).run()
@@ -104,21 +98,44 @@ def run(settings: RunSettings) -> int:
             raise
 
 
+def _take(stack: contextlib.ExitStack, store: ObjectStore, folder: Path, settings: RunSettings) -> redis.Redis:
+    """Own the location, and have a Redis that children find in their environment; the stack gives both back.
+
+    Raises:
+        RunMismatch: another `run` owns the location.
+    """
+    url = settings.redis_url or os.environ.get(state.REDIS_VARIABLE)
+    if url:
+        os.environ[state.REDIS_VARIABLE] = url
+        client = connect(url)
+        stack.callback(client.close)
+        stack.enter_context(_lock(client, store, settings))
+        return client
+    left_running = EmbeddedServer.find(folder / "redis")
+    if left_running is None:
+        stack.enter_context(OwnerMark(store))  # nobody on this host has the location; on another one somebody may
+    server = left_running or EmbeddedServer.start(folder / "redis")
+    os.environ[state.REDIS_VARIABLE] = server.url
+    os.environ[state.PASSWORD_VARIABLE] = server.password
+    client = server.connect()
+    stack.callback(client.close)
+    lock = _lock(client, store, settings)
+    lock.__enter__()  # refused here, the server is the owner's, and goes on
+    stack.callback(server.stop)
+    stack.push(lock)
+    if left_running:
+        stack.enter_context(OwnerMark(store))
+    return client
+
+
+def _lock(client: redis.Redis, store: ObjectStore, settings: RunSettings) -> LocationLock:
+    joining = f"HIDDENQ_REDIS_URL={os.environ[state.REDIS_VARIABLE]} hiddenq worker"
+    return LocationLock(client, store.uri, settings=settings.delivery, command=joining)
+
+
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _open_redis(folder: Path, redis_url: str | None) -> tuple[redis.Redis, EmbeddedServer | None]:
-    """A client, and the embedded server if there is one; children find the same Redis in their environment."""
-    url = redis_url or os.environ.get(state.REDIS_VARIABLE)
-    if url:
-        os.environ[state.REDIS_VARIABLE] = url
-        return connect(url), None
-    server = EmbeddedServer.find(folder / "redis") or EmbeddedServer.start(folder / "redis")
-    os.environ[state.REDIS_VARIABLE] = server.url
-    os.environ[state.PASSWORD_VARIABLE] = server.password
-    return server.connect(), server
 
 
 class _Interrupted(BaseException):

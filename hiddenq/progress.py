@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress, TaskID
 from rich.table import Table
+from rich.text import Text
 
 from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import Manifest
@@ -24,6 +25,7 @@ from hiddenq.monitor.render import render, summary_line
 from hiddenq.monitor.texts import format_bytes, format_seconds
 
 LINE_SECONDS = 10.0
+STARTING = "the GPU workers load the model"
 
 
 class TerminalProgress:
@@ -67,6 +69,7 @@ class RunProgress:
         self._status: RunStatus = run_status(client, record.run)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._next_line = time.monotonic() + LINE_SECONDS
+        self._has_worker = False
 
     def __enter__(self) -> Self:
         total, committed = self._status.total, self._status.committed
@@ -100,11 +103,14 @@ class RunProgress:
         self._show()
 
     def _show(self) -> None:
+        self._has_worker |= any(worker.alive and worker.role == "gpu_worker" for worker in self._status.workers)
         if self._live:
-            self._live.update(render(self._status), refresh=True)
+            view = render(self._status) if self._has_worker else Text(f"{self._run}: {STARTING}")
+            self._live.update(view, refresh=True)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
-            self._console.print(summary_line(self._status), highlight=False, soft_wrap=True)
+            line = summary_line(self._status) if self._has_worker else f"{self._run}: {STARTING}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def summary(client: redis.Redis, record: RunRecord, manifest: Manifest, seconds: dict[str, float]) -> None:

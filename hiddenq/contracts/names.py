@@ -16,6 +16,8 @@ DEAD_LETTERS = "dead_letters.jsonl"
 INDEX = "index.parquet"
 MANIFEST = "manifest.json"
 TARGET_HEAD = "target_head.safetensors"
+OWNER = "owner.json"
+"""There only while a `run` with an embedded Redis is going on."""
 STATES_PREFIX = "states/"
 TOKENS_PREFIX = "tokens/"
 

@@ -1,0 +1,108 @@
+"""Who runs a location, said in the location itself: for runs that have a Redis of their own.
+
+Invariant: two `run`s that share no Redis do not both work on one location for longer than a moment. The mark is an
+object that its owner changes every ten seconds; whoever finds one watches whether it changes, so no clock is compared,
+and takes over one that stands still (or whose process on this very host is gone). A store needs no conditional writes
+for it: of two that write at once the later one stays, and the earlier one sees it when it looks again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import HiddenqError, ObjectMissing, RunMismatch
+from hiddenq.storage import ObjectStore
+from hiddenq.telemetry import host_name, logger
+
+RENEW_SECONDS = 10.0
+WATCH_SECONDS = 3 * RENEW_SECONDS
+"""A mark that does not change for so long has no owner any more."""
+SETTLE_SECONDS = 0.5
+"""Between writing the mark and looking at it again."""
+
+
+class OwnerMark:
+    """Holds a location while it is open; a context manager with a thread that renews."""
+
+    def __init__(
+        self, store: ObjectStore, *, renew_seconds: float = RENEW_SECONDS, watch_seconds: float = WATCH_SECONDS
+    ) -> None:
+        self._store = store
+        self._renew_seconds, self._watch_seconds = renew_seconds, watch_seconds
+        self._me = {"host": host_name(), "pid": os.getpid(), "token": secrets.token_hex(8)}
+        self._count = itertools.count()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Take the location.
+
+        Raises:
+            RunMismatch: another host's `run` has it.
+        """
+        found = self._read()
+        if found and not _is_gone(found):
+            logger().warning("location_has_an_owner", owner=found, next="watching whether it is alive")
+            self._closing.wait(self._watch_seconds)
+            if (now := self._read()) and now != found:
+                raise self._refusal(now)
+        self._write()
+        self._closing.wait(min(SETTLE_SECONDS, self._renew_seconds / 2))
+        if (now := self._read()) and now["token"] != self._me["token"]:
+            raise self._refusal(now)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._thread.join()
+        try:
+            self._store.delete(names.OWNER)
+        except HiddenqError as away:
+            logger().warning("owner_mark_left", location=self._store.uri, error=str(away))
+
+    def _work(self) -> None:
+        while not self._closing.wait(self._renew_seconds):
+            try:
+                self._write()
+            except HiddenqError as away:
+                logger().debug("owner_mark_waits", error=str(away))
+
+    def _write(self) -> None:
+        self._store.put_bytes(names.OWNER, json.dumps(self._me | {"count": next(self._count)}).encode())
+
+    def _read(self) -> dict[str, Any] | None:
+        """The mark as it lies there; None if there is none, or none of ours."""
+        try:
+            found = json.loads(self._store.get_bytes(names.OWNER))
+        except (ObjectMissing, ValueError):
+            return None
+        return found if isinstance(found, dict) and {"host", "pid", "token"} <= found.keys() else None
+
+    def _refusal(self, owner: dict[str, Any]) -> RunMismatch:
+        return RunMismatch(
+            f"{self._store.uri} is being run by process {owner['pid']} on {owner['host']}, which has a Redis of its "
+            "own; start that run with --redis-url to let other machines join it"
+        )
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Whether an owner was on this host and its process exists no more."""
+    if owner["host"] != host_name():
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except (ProcessLookupError, ValueError, TypeError):
+        return True
+    except PermissionError:
+        return False
+    return False
