@@ -299,7 +299,8 @@ def print_table(result: dict[str, Any]) -> None:
     row("end to end, committed", whole["tokens_per_second"], f"{whole['gb_per_second']:.2f} GB/s")
     if "disk" in result:
         disk = result["disk"]["end_to_end"]
-        limits = f"{result['disk']['buffered_gb_per_second']:.2f} buffered, {result['disk']['fsync_gb_per_second']:.2f} fsync"
+        buffered, synced = (result["disk"][f"{how}_gb_per_second"] for how in ("buffered", "fsync"))
+        limits = f"{buffered:.2f} buffered, {synced:.2f} fsync"
         row("end to end, on disk", disk["tokens_per_second"], f"{disk['gb_per_second']:.2f} GB/s ({limits})")
     print("start:", whole["start"], "\nparity:", engine["parity"], "self-checks:", whole["num_self_checks"])
 

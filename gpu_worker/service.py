@@ -55,7 +55,7 @@ def serve(settings: WorkerSettings) -> int:
     metrics = GpuWorkerMetrics(registry)
     status = WorkerStatus(metrics, spool, name=name, device=settings.device, gpu_uuid=uuid, gpu_name=gpu_name)
     port = telemetry.serve_metrics(registry, port=settings.metrics_port, address=settings.metrics_bind)
-    status.metrics_address = f"{settings.metrics_bind}:{port}" if port else None
+    status.metrics_address = telemetry.advertised_address(settings.metrics_bind, port) if port else None
     telemetry.bind(worker=name, device=settings.device)
     record = _wait_for_run(client, settings, status)
     telemetry.bind(run=record.run)

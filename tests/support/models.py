@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CONFIG_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -99,8 +100,17 @@ def tiny_config(name: str = "llama", **overrides: Any) -> PreTrainedConfig:
 
 def build_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A whole causal model with seeded random weights, biases and norms included, in evaluation mode."""
+    return _randomized(AutoModelForCausalLM, config, seed, dtype)
+
+
+def build_base_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The same without a head."""
+    return _randomized(AutoModel, config, seed, dtype)
+
+
+def _randomized(auto_class: Any, config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and not name.endswith(("A_log", "dt_bias", ".D", "dt_proj.bias")):
