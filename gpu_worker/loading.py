@@ -81,14 +81,15 @@ def load_decoder(
         "dtype": dtype,
         "attn_implementation": attention,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are in the loading info, and refused below
         "device_map": _device_map(device, num_gpus),
     }
     if num_gpus > 1:
         arguments["max_memory"] = _only_gpus(device, num_gpus)
     if text_config is not config:
         arguments["key_mapping"] = {WRAPPED_DECODER: ""}
-    if method is not None:
-        arguments["quantization_config"] = _quantization_config(config, method, dequantize)
+    if method is not None and dequantize:
+        arguments["quantization_config"] = _dequantizing(config, method)
     model, info = _from_pretrained(path, arguments, method)
     _refuse_gaps(path, model, info)
     return LoadedModel(
@@ -113,6 +114,8 @@ def choose_attention(model_class: Any, asked: str, *, on_gpu: bool, available: S
 def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig
 
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
+        raise ModelError(f"--model {path}: no such folder on this host")
     try:
         config = AutoConfig.from_pretrained(path, **common)
     except (OSError, ValueError, KeyError) as error:
@@ -217,17 +220,15 @@ def _quantization_fields(config: Any) -> dict[str, Any]:
     return {}
 
 
-def _quantization_config(config: Any, method: str, dequantize: bool) -> Any:
+def _dequantizing(config: Any, method: str) -> Any:
+    """The checkpoint's quantisation with the order to undo it while loading."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    fields = _quantization_fields(config)
-    if dequantize:
-        fields["dequantize"] = True
     try:
-        quantization = AutoQuantizationConfig.from_dict(fields)
+        quantization = AutoQuantizationConfig.from_dict(_quantization_fields(config) | {"dequantize": True})
     except (ValueError, ImportError, TypeError) as error:
         raise ModelError(f"quantised checkpoint ({method}): {_first_line(error)}") from error
-    if dequantize and not hasattr(quantization, "dequantize"):
+    if not hasattr(quantization, "dequantize"):
         raise ModelError(f"--dequantize: Transformers can't dequantise {method} while loading")
     return quantization
 
@@ -252,4 +253,7 @@ def _quantization_found(model: Any, method: str | None, dequantize: bool) -> str
 
 
 def _first_line(error: object) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:300]
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    if "trust_remote_code" in text:
+        return "it brings Python code of its own, which is not run unless you give --trust-remote-code"
+    return text[:300]

@@ -1,0 +1,195 @@
+"""Only the language decoder is loaded, all of it, in the numbers asked for; anything else is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
+
+from gpu_worker.decoder import count_layers, find_decoder
+from gpu_worker.loading import choose_attention, load_decoder
+from hiddenq.contracts.errors import ModelError
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config, write_config
+
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {}),
+    "internvl": ("qwen2", {}),
+    "llava": ("llama", {}),
+    "mistral3": ("mistral", {}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", _MROPE),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_vl": ("qwen3_vl_text", _MROPE),
+}
+_TINY_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
+    "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14, "in_channels": 3,
+    "num_position_embeddings": 16, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
+def wrapper_config(name: str, *, tied: bool) -> PreTrainedConfig:
+    """A tiny vision wrapper around a tiny decoder."""
+    text, fields = WRAPPERS[name]
+    default = CONFIG_MAPPING[name]().to_dict()["vision_config"]
+    vision = {key: _TINY_VISION.get(key, value) for key, value in default.items()}
+    if name == "internvl":
+        vision |= {"image_size": [28, 28], "patch_size": [14, 14]}
+    decoder = tiny_config(text, tie_word_embeddings=tied, **fields).to_dict()
+    return CONFIG_MAPPING[name](text_config=decoder, vision_config=vision, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrappers_decoder_is_loaded_whole_and_alone(name: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    whole = AutoModelForImageTextToText.from_config(wrapper_config(name, tied=tied))
+    whole.save_pretrained(tmp_path)
+    loaded = load_decoder(str(tmp_path), dtype=torch.float32)
+    expected, found = whole.model.language_model.state_dict(), loaded.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert find_decoder(loaded.model, VOCAB_SIZE).num_layers == 4
+
+
+def test_a_checkpoint_without_one_of_the_decoders_weights_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of the decoder's 38 weights: layers.2.mlp.up_proj.weight"):
+        load_decoder(str(folder), dtype=torch.float32)
+
+
+def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has another shape for 1 of .*norm\.weight"):
+        load_decoder(str(folder), dtype=torch.float32)
+
+
+def test_layer_ids_are_checked_before_any_weight_is_read(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "no-weights", tiny_config("llama"))
+    with pytest.raises(ModelError, match="layer 7 does not exist; this model has 4 layers, ids 0 to 3"):
+        load_decoder(str(folder), dtype=torch.float32, target_layer_ids=(1, 7))
+
+
+def test_layers_are_counted_not_believed() -> None:
+    from transformers import AutoModel
+
+    config = tiny_config("longcat_flash")
+    with torch.device("meta"):
+        assert (config.num_hidden_layers, count_layers(AutoModel.from_config(config))) == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "mamba2", "mimo_v2_flash"])
+def test_models_without_sdpa_load_with_what_they_have(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", name)
+    loaded = load_decoder(str(folder), dtype=torch.float32)
+    assert loaded.attention == "eager"
+    find_decoder(loaded.model, VOCAB_SIZE)
+
+
+def test_the_fastest_attention_that_a_model_supports_is_tried_first() -> None:
+    class Everything:
+        _supports_sdpa = _supports_flash_attn = True
+
+    class OnlyFlash:
+        _supports_flash_attn = True
+
+    flash = ["flash_attention_2"]
+    assert choose_attention(Everything, "auto", on_gpu=True, available=flash) == ["sdpa", "flash_attention_2", "eager"]
+    assert choose_attention(OnlyFlash, "auto", on_gpu=True, available=flash) == ["flash_attention_2", "eager"]
+    assert choose_attention(OnlyFlash, "auto", on_gpu=False, available=flash) == ["eager"]
+    assert choose_attention(Everything, "eager", on_gpu=True, available=flash) == ["eager"]
+
+
+def test_an_attention_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"FlashAttention2 .*doesn't seem to be installed") as refusal:
+        load_decoder(str(folder), dtype=torch.float32, attention="flash_attention_2")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("t5", "encoder-decoder"), ("missing", "no such folder")])
+def test_what_is_no_causal_decoder_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    if name == "t5":
+        write_config(folder, CONFIG_MAPPING["t5"]())
+    with pytest.raises(ModelError, match=text):
+        load_decoder(str(folder), dtype=torch.float32)
+
+
+def test_remote_code_is_not_run_unless_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"model_type": "brought", "auto_map": {"AutoConfig": "brought.Config", "AutoModel": "brought.Model"}}
+        )
+    )
+    (folder / "brought.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match="which is not run unless you give --trust-remote-code"):
+        load_decoder(str(folder), dtype=torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_quantised_checkpoint_is_never_dequantised_silently(tmp_path: Path) -> None:
+    folder = _fp8(tmp_path)
+    with pytest.raises(ModelError, match=r"quantised \(fp8\) and can't run so here .*--dequantize"):
+        load_decoder(str(folder), dtype=torch.float32)
+
+
+def test_a_quantised_checkpoint_is_dequantised_when_asked_and_says_so(tmp_path: Path) -> None:
+    loaded = load_decoder(str(_fp8(tmp_path)), dtype=torch.float32, dequantize=True)
+    assert loaded.quantization == "fp8 (dequantized)"
+    find_decoder(loaded.model, VOCAB_SIZE)
+
+
+def test_a_missing_quantisation_package_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    _add_quantization(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False})
+    with pytest.raises(ModelError, match=r"gptq needs a package: .*(optimum|gptqmodel|GPTQ)"):
+        load_decoder(str(folder), dtype=torch.float32)
+
+
+def test_only_matrix_weights_count_as_operations(tmp_path: Path) -> None:
+    loaded = load_decoder(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
+    assert loaded.num_parameters == 4 * layer
+
+
+def test_every_architecture_of_the_tests_is_a_causal_one() -> None:
+    assert len(ARCHITECTURES) > 60
+
+
+def _fp8(tmp_path: Path) -> Path:
+    """A tiny fp8 checkpoint with 128 x 128 blocks."""
+    folder = save_tiny_model(
+        tmp_path / "model",
+        hidden_size=128,
+        intermediate_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        num_key_value_heads=4,
+    )
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "proj" in name]:
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[name.replace(".weight", ".weight_scale_inv")] = scale.reshape(1, 1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _add_quantization(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    return folder
+
+
+def _add_quantization(folder: Path, fields: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
