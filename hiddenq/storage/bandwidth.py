@@ -14,7 +14,6 @@ import threading
 import time
 from pathlib import Path
 
-BLOCK_BYTES = 256 << 10
 _IDLE_SECONDS = 0.05
 """Unused time is not saved up beyond this."""
 
@@ -55,33 +54,3 @@ class BandwidthLimit:
             return begin
         finally:
             os.close(descriptor)
-
-
-class LimitedBody:
-    """A request's body, read block by block under a limit.
-
-    `read` gives up to 256 KiB at a time even where less is asked for: HTTP clients ask for 16 KiB, and a socket's
-    timeout counts for each block, so a slow line is no fault as long as it moves.
-    """
-
-    def __init__(self, data: memoryview, limit: BandwidthLimit) -> None:
-        self._data = data
-        self._limit = limit
-        self._position = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def read(self, size: int = -1) -> bytes:
-        end = len(self._data) if size < 0 else self._position + max(size, BLOCK_BYTES)
-        block = bytes(self._data[self._position : end])
-        self._limit.take(len(block))
-        self._position += len(block)
-        return block
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, len(self._data))[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position

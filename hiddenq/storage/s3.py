@@ -21,10 +21,11 @@ from typing import Any
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
-from hiddenq.storage.bandwidth import BandwidthLimit, LimitedBody
+from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.body import Body, FileBody, MemoryBody
 from hiddenq.storage.local import UNFINISHED_SECONDS, opened
 from hiddenq.storage.s3_client import S3Client, S3Connection
-from hiddenq.storage.s3_multipart import Multipart, part_sizes, read_part
+from hiddenq.storage.s3_multipart import Multipart, part_sizes
 from hiddenq.storage.s3_probe import S3Abilities, probe
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
@@ -82,7 +83,7 @@ class S3Store:
         return info
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._put(key, memoryview(data), crc.of_bytes(data))
+        self._put(key, MemoryBody(data, self._limit), crc.of_bytes(data))
 
     def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= begin:
@@ -144,20 +145,17 @@ class S3Store:
         return num_aborted
 
     def _put_whole(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
-        data = read_part(source, name, 0, num_bytes)
-        found = crc.of_bytes(data)
-        if found != checksum:
-            raise DamagedShard(f"{name}: expected checksum {checksum}, found {found}")
-        self._put(key, data, checksum, **self._written)
+        body = FileBody(source, name, 0, num_bytes, self._limit)
+        if body.checksum != checksum:
+            raise DamagedShard(f"{name}: expected checksum {checksum}, found {body.checksum}")
+        self._put(key, body, checksum, **self._written)
 
-    def _put(self, key: str, data: memoryview, checksum: str, **extra: Any) -> None:
+    def _put(self, key: str, body: Body, checksum: str, **extra: Any) -> None:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self._can().single else {}
         metadata = {METADATA_CHECKSUM: checksum}
         self._call(
             key,
-            lambda client: client.put_object(
-                **self._of(key), **extra, **proof, Metadata=metadata, Body=LimitedBody(data, self._limit)
-            ),
+            lambda client: client.put_object(**self._of(key), **extra, **proof, Metadata=metadata, Body=body.rewind()),
         )
 
     def _put_parts(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:

@@ -1,13 +1,12 @@
 """One multipart upload: equal parts, in parallel, each with its checksum.
 
-Invariant: what is completed is what was recorded. Each part's checksum is taken from the very buffer that is sent, and
+Invariant: what is completed is what was recorded. Each part leaves with its checksum and is checked as it leaves, and
 the checksum of the whole is combined from them in order, so a file that changes while it is read is found out before
 the upload is completed.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hiddenq.contracts import checksum as crc
-from hiddenq.contracts.errors import DamagedShard, TransientError
-from hiddenq.storage.bandwidth import BandwidthLimit, LimitedBody
+from hiddenq.contracts.errors import TransientError
+from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.body import Body, FileBody, MemoryBody
 
 MAX_PARTS = 10_000
 
@@ -27,24 +27,6 @@ def part_sizes(num_bytes: int, part_bytes: int) -> list[int]:
     num_parts = min(MAX_PARTS, max(1, num_bytes // part_bytes))
     size = -(-num_bytes // num_parts)
     return [min(size, num_bytes - begin) for begin in range(0, num_bytes, size)]
-
-
-def read_part(source: int, name: str, begin: int, size: int, buffer: bytearray | None = None) -> memoryview:
-    """Exactly `size` bytes of a file from `begin` on.
-
-    Raises:
-        DamagedShard: the file ends before.
-    """
-    data = memoryview(bytearray(size) if buffer is None else buffer)[:size]
-    position = 0
-    while position < size:
-        num_read = os.preadv(source, [data[position:]], begin + position)
-        if num_read == 0:
-            raise DamagedShard(
-                f"{name}: cut while it was read: expected {begin + size} bytes, found {begin + position}"
-            )
-        position += num_read
-    return data
 
 
 @dataclass(kw_only=True)
@@ -69,16 +51,13 @@ class Multipart:
 
     def send(self, source: int, name: str, sizes: Sequence[int], num_connections: int) -> str:
         """Send all parts; returns the checksum of what was sent. The first failure ends it."""
-        buffers = threading.local()
         stop = threading.Event()
 
         def send_part(number: int) -> tuple[dict[str, Any], str]:
             if stop.is_set():
                 raise TransientError(f"{name}: another part failed")
-            if not hasattr(buffers, "data"):
-                buffers.data = bytearray(sizes[0])
-            data = read_part(source, name, number * sizes[0], sizes[number], buffers.data)
-            return self._send(number + 1, data)
+            body = FileBody(source, name, number * sizes[0], sizes[number], self.limit)
+            return self._send(number + 1, body, body.checksum), body.checksum
 
         with ThreadPoolExecutor(min(num_connections, len(sizes)), thread_name_prefix="part") as pool:
             futures = [pool.submit(send_part, number) for number in range(len(sizes))]
@@ -91,9 +70,9 @@ class Multipart:
         self._parts = [part for part, _ in sent]
         return crc.of_parts((checksum, size) for (_, checksum), size in zip(sent, sizes, strict=True))
 
-    def send_one(self, data: memoryview) -> None:
+    def send_one(self, data: bytes) -> None:
         """Send these bytes as the only part."""
-        self._parts = [self._send(1, data)[0]]
+        self._parts = [self._send(1, MemoryBody(data, self.limit), crc.of_bytes(data))]
 
     def complete(self, checksum: str, num_bytes: int, **options: Any) -> None:
         """Close the upload. If it is gone, an earlier answer was lost: the object itself says whether it is there."""
@@ -113,12 +92,11 @@ class Multipart:
                 **options,
             )
 
-    def _send(self, number: int, data: memoryview) -> tuple[dict[str, Any], str]:
-        checksum = crc.of_bytes(data)
+    def _send(self, number: int, body: Body, checksum: str) -> dict[str, Any]:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self.checksummed else {}
         answer = self.call(
             lambda client: client.upload_part(
-                **self.target, **proof, UploadId=self.upload_id, PartNumber=number, Body=LimitedBody(data, self.limit)
+                **self.target, **proof, UploadId=self.upload_id, PartNumber=number, Body=body.rewind()
             )
         )
-        return {"PartNumber": number, "ETag": answer["ETag"], **proof}, checksum
+        return {"PartNumber": number, "ETag": answer["ETag"], **proof}

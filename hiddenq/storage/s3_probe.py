@@ -71,7 +71,7 @@ def _probe(call: Callable[..., Any], target: dict[str, Any], settings: StoreSett
         upload = Multipart(call=call, target=target, checksummed=True, limit=BandwidthLimit(None))
         upload.begin()
         try:
-            upload.send_one(memoryview(_DATA))
+            upload.send_one(_DATA)
             upload.complete(checksum, len(_DATA), num_attempts=1)
         finally:
             with contextlib.suppress(HiddenqError):

@@ -17,7 +17,8 @@ from botocore.exceptions import ClientError
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import DamagedShard, StoreAway, StoreRefused, TransientError
 from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3, s3_client, s3_errors
-from hiddenq.storage.bandwidth import BLOCK_BYTES, BandwidthLimit, LimitedBody
+from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.body import BLOCK_BYTES, FileBody, MemoryBody
 from hiddenq.storage.s3_probe import S3Abilities
 from tests.support.faulty_proxy import (
     Answer,
@@ -319,11 +320,33 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
     assert store.stat(KEY) is None
 
 
-def test_a_body_is_sent_in_blocks_so_a_slow_line_is_no_timeout_as_long_as_it_moves() -> None:
+def test_a_body_is_read_in_blocks_so_a_slow_line_is_no_timeout_as_long_as_it_moves(tmp_path: Path) -> None:
     data = os.urandom(1_000_000)
-    body = LimitedBody(memoryview(data), BandwidthLimit(None))
-    blocks = list(iter(lambda: body.read(16_384), b""))
-    assert {len(block) for block in blocks[:-1]} == {BLOCK_BYTES}
-    assert b"".join(blocks) == data
-    assert body.seek(0) == 0
-    assert body.read() == data
+    path = tmp_path / NAME
+    path.write_bytes(b"before" + data + b"after")
+    with path.open("rb") as file:
+        bodies = [
+            MemoryBody(data, BandwidthLimit(None)),
+            FileBody(file.fileno(), NAME, 6, len(data), BandwidthLimit(None)),
+        ]
+        for body in bodies:
+            assert body.seek(0, os.SEEK_END) == len(body) == len(data)
+            for _ in range(2):
+                body.rewind()
+                blocks = []
+                while block := bytes(body.read(16_384)):
+                    blocks.append(block)
+                assert {len(block) for block in blocks[:-1]} == {BLOCK_BYTES}
+                assert b"".join(blocks) == data
+
+
+def test_a_byte_that_changes_between_announcement_and_sending_is_told_before_the_last_block(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    path.write_bytes(bytes(BLOCK_BYTES * 2))
+    with path.open("rb") as file:
+        body = FileBody(file.fileno(), NAME, 0, BLOCK_BYTES * 2, BandwidthLimit(None))
+        assert body.checksum == crc.of_file(path)
+        flip_last(path)
+        assert len(body.rewind().read(1)) == BLOCK_BYTES
+        with pytest.raises(DamagedShard, match="changed while it was sent"):
+            body.read(1)

@@ -87,7 +87,9 @@ def test_bytes_that_are_not_those_recorded_never_become_an_object(
         with pytest.raises(DamagedShard, match=f"expected {num_bytes} bytes, found {num_bytes + 4}"):
             store.put_file(KEY, path, checksum=checksum, num_bytes=num_bytes)
     assert store.stat(KEY) is None
-    assert "Uploads" not in s3_server.client().list_multipart_uploads(Bucket=s3_location.bucket)
+    assert "Uploads" not in s3_server.client().list_multipart_uploads(
+        Bucket=s3_location.bucket, Prefix=s3_location.prefix
+    )
 
 
 def test_a_file_that_is_gone_or_a_link_is_not_uploaded(store: ObjectStore, tmp_path: Path) -> None:
