@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -89,6 +90,17 @@ def identify_model(
         quantization=_quantization(config, text_config),
     )
     return TargetModel(identity=identity, config=config, text_config=text_config, local_only=local_only)
+
+
+def block_torch() -> None:
+    """Keep torch out of this process: transformers would import it, if it is there, for seconds and 300 MB.
+
+    For processes that only read configs and tokenizers, before they import transformers; does nothing in one that has
+    torch already.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # documented: an import of it raises ImportError
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which would warn that there is no torch
 
 
 def rope_parameters(text_config: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from producer.encoder import EncodedBlock, Encoder, EncoderSettings
 from producer.mask import MASK_RULE
 from producer.pool import encode_blocks
 from producer.settings import ProducerSettings, RowSchema
-from producer.sources import digest_files, resolve_data
+from producer.sources import check_named, digest_files, resolve_data
 from producer.tokenizer import TokenizerSource
 
 ROW_RULE = 1
@@ -75,6 +75,7 @@ class Job:
 
     def _open(self) -> None:
         settings = self.settings
+        check_named(settings.data)
         self.target = identify_model(
             settings.model,
             revision=settings.revision,

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from hiddenq.contracts.errors import UsageError
+from hiddenq.model_identity import block_torch
 from producer.blocks import Block
 from producer.encoder import EncodedBlock, Encoder, EncoderSettings
 
@@ -64,6 +65,8 @@ def _start(settings: EncoderSettings) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and shuts the pool down
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the parent has said it once
+    if settings.tokenizer is None or not settings.tokenizer.trust_remote_code:
+        block_torch()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(settings)
     gc.freeze()  # what is loaded now stays; looking through it again and again costs several per cent

@@ -33,6 +33,18 @@ class InputFile:
     path: Path
 
 
+def check_named(entries: Sequence[str]) -> None:
+    """Find out in no time whether what is named on this machine is there.
+
+    Raises:
+        DatasetError: it is not.
+    """
+    for entry in entries:
+        if "://" not in entry and (Path(entry).expanduser().exists() or not _may_be_hub(entry)):
+            for file in _resolve_local(entry):
+                _check_readable(file)
+
+
 def resolve_data(entries: Sequence[str], scratch: Callable[[], Path]) -> list[InputFile]:
     """The files that the entries name, in order; `scratch` gives the folder for what has to be fetched first.
 
