@@ -38,7 +38,7 @@ from hiddenq.delivery import (
 from hiddenq.owner import OwnerMark
 from hiddenq.produce import ProducerProcess
 from hiddenq.progress import RunProgress, summary
-from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage import ObjectStore, Spool, StoreSettings, open_store
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
 from hiddenq.telemetry import logger
 from uploader import finish_run
@@ -191,6 +191,9 @@ class _Pipeline:
             with RunProgress(self._client, record) as progress:
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
+        if settings.spool is None and self._spool.exists():
+            # Every process that ever wrote into this spool has ended: what has no final name is nobody's.
+            Spool.open(self._spool).sweep(lambda execution: True)
         began = time.monotonic()
         manifest = finish_run(self._client, record, self._store)
         seconds["finish"] = time.monotonic() - began
