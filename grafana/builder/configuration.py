@@ -39,7 +39,7 @@ def prometheus_configuration(
 
 
 def alertmanager_configuration(
-    *, webhook: str = "http://127.0.0.1:9099/", group_wait: str = "10s", repeat: str = "4h"
+    *, webhook: str = "http://127.0.0.1:9099/", group_wait: str = "10s", group_interval: str = "1m", repeat: str = "4h"
 ) -> dict[str, Any]:
     """`alertmanager.yml`: one receiver; a cause silences its effects.
 
@@ -50,7 +50,7 @@ def alertmanager_configuration(
             "receiver": "people",
             "group_by": ["alertname", "run"],
             "group_wait": group_wait,
-            "group_interval": "1m",
+            "group_interval": group_interval,
             "repeat_interval": repeat,
         },
         "inhibit_rules": [

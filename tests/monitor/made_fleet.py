@@ -163,7 +163,8 @@ class MadeWorker:
 class MadeUploader:
     """An uploader whose store takes everything."""
 
-    def __init__(self, client: redis.Redis, record: RunRecord) -> None:
+    def __init__(self, client: redis.Redis, record: RunRecord, **report: Any) -> None:
+        self._said: dict[str, Any] = {"host": telemetry.host_name(), "pid": 4243, "spool_id": SPOOL} | report
         self.consumer = Consumer(
             client,
             names.upload_queue(SPOOL),
@@ -179,9 +180,7 @@ class MadeUploader:
             role="uploader",
             name=self.consumer.name,
             target=f"{SPOOL}:uploader-0",
-            host=telemetry.host_name(),
-            pid=4243,
-            spool_id=SPOOL,
+            **self._said,
         )
 
     def upload(self) -> bool:

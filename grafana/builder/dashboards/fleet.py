@@ -156,7 +156,8 @@ _WORK = Section(
             queries=(
                 (f'hiddenq_monitor_queue_started{{queue="extract", {_RUN}}}', "extract {{run}}"),
                 (f'hiddenq_monitor_queue_started{{queue="upload", {_HOST}}}', "upload {{host}}"),
-                ('hiddenq_monitor_queue_delayed{queue=~"extract|upload"} > 0', "delayed {{queue}} {{run}}{{host}}"),
+                (f'hiddenq_monitor_queue_delayed{{queue="extract", {_RUN}}}', "extract delayed {{run}}"),
+                (f'hiddenq_monitor_queue_delayed{{queue="upload", {_HOST}}}', "upload delayed {{host}}"),
             ),
             unit="short",
             empty="no run",
