@@ -11,7 +11,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load, save
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused, UsageError
@@ -255,6 +258,28 @@ def test_a_row_that_is_nowhere_or_twice_is_found(make: Make) -> None:
     assert any("row 5 is nowhere" in finding.text for finding in report.findings)
     path.write_text(lines[0] + lines[0])
     assert any("row 2 stands" in finding.text for finding in verify(made.folder).findings)
+
+
+def test_a_mask_shifted_in_token_part_and_shard_alike_is_found(make: Make) -> None:
+    made = make()
+    path = made.folder / names.token_part_key(0)
+    tensors = load(path.read_bytes())
+    tensors["loss_mask"] = np.roll(tensors["loss_mask"], 1)
+    path.write_bytes(save(tensors))
+    masks = np.split(tensors["loss_mask"], tensors["offsets"][1:-1])
+    for sample_id, mask in zip(tensors["sample_ids"].tolist(), masks, strict=True):
+        made.samples[sample_id].loss_mask = torch.from_numpy(mask.astype(np.int64))
+    made.write_shards()
+    made.finish()
+    report = verify(made.folder)
+    assert kinds(report) == {"plan"}
+    assert "digest of token parts and batch list" in report.findings[0].text
+
+
+def test_a_token_part_that_is_gone_is_found(make: Make) -> None:
+    made = make()
+    (made.folder / names.token_part_key(1)).unlink()
+    assert "plan" in kinds(verify(made.folder))
 
 
 def test_a_dead_letter_is_a_finding_and_its_samples_are_no_other(make: Make) -> None:

@@ -27,6 +27,7 @@ from hiddenq.contracts.layers import LAYER_CONVENTION
 from hiddenq.contracts.manifest import BatchPlan, Manifest, Rejected
 from hiddenq.contracts.run import DataFile, DatasetIdentity, ModelIdentity, RunConfig, TokenizerIdentity
 from hiddenq.contracts.shard import ShardFormat, ShardLayout, layout_shard
+from hiddenq.storage.runfiles import encode_batches
 
 States = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(sample_id, input_ids [S]) → float32 hidden [S, K, H], final [S, H]."""
@@ -331,14 +332,13 @@ def _write_tokens(
             "loss_mask": torch.cat([samples[i].loss_mask for i in ids_of_part]).numpy().astype(np.uint8),
         }
         (folder / names.token_part_key(part)).write_bytes(save(tensors))
-    lines = "".join(batch.model_dump_json() + "\n" for batch in batches)
-    (folder / names.BATCHES).write_text(lines)
+    (folder / names.BATCHES).write_bytes(encode_batches(batches))
     return batches, batches[-1].token_part + 1
 
 
 def _plan_digest(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted((folder / "tokens").iterdir()):
+    for path in [*sorted((folder / names.TOKENS_PREFIX).glob("part-*")), folder / names.BATCHES]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -6,6 +6,7 @@ against; index and manifest are held against them, never the other way round.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, Un
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings
+from hiddenq.reader.checks.shard import READ_BYTES
 from hiddenq.reader.index import SampleIndex, read_index
 from hiddenq.reader.run import load_manifest
 from hiddenq.storage import ObjectInfo, ObjectStore
@@ -41,7 +43,23 @@ def check_batches(store: ObjectStore, config: RunConfig, findings: Findings) -> 
             findings.add("plan", names.BATCHES, f"{name}: expected {expected} by run.json, found {found}")
     if len({batch.batch_id for batch in batches}) != len(batches):
         findings.add("plan", names.BATCHES, "a batch id stands there twice")
+    digest = _plan_digest(store, config.num_token_parts)
+    if digest is not None and digest != config.plan_digest:
+        text = f"digest of token parts and batch list: expected {config.plan_digest} by run.json, found {digest}"
+        findings.add("plan", names.TOKENS_PREFIX, text)
     return batches
+
+
+def _plan_digest(store: ObjectStore, num_token_parts: int) -> str | None:
+    """blake2b-128 over the token parts in order and the batch list; None if one is missing, which others report."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key in [*(names.token_part_key(part) for part in range(num_token_parts)), names.BATCHES]:
+        info = store.stat(key)
+        if info is None:
+            return None
+        for begin in range(0, info.num_bytes, READ_BYTES):
+            digest.update(store.get_bytes(key, begin, min(begin + READ_BYTES, info.num_bytes)))
+    return digest.hexdigest()
 
 
 def check_rows(
