@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from grafana.builder.configuration import alertmanager_configuration, prometheus_configuration
 from grafana.builder.dashboards import dashboards
@@ -33,9 +34,19 @@ def generated_files() -> dict[str, str]:
         "provisioning/alerting/contact_points.yaml": to_yaml(contact_points()),
     }
     for dashboard in dashboards():
-        text = json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(dashboard)), indent=2, sort_keys=True)
-        files[f"dashboards/{dashboard.uid}.json"] = text + "\n"
+        files[f"dashboards/{dashboard.uid}.json"] = json.dumps(_as_schema(dashboard), indent=2, sort_keys=True) + "\n"
     return files
+
+
+def _as_schema(dashboard: Dashboard) -> dict[str, Any]:
+    """The dashboard as `@grafana/schema` declares it, where the SDK's model is of another time."""
+    fields: dict[str, Any] = json.loads(JSONEncoder(sort_keys=True).encode(dashboard))
+    for annotation in fields["annotations"]["list"]:
+        annotation["target"] = {"expr": annotation.pop("expr"), "refId": "Anno"}
+    for variable in fields["templating"]["list"]:
+        for name in ("auto", "auto_count", "auto_min"):  # of interval variables alone
+            variable.pop(name, None)
+    return fields
 
 
 class _Dumper(yaml.SafeDumper):

@@ -56,10 +56,9 @@ def alert_queries() -> list[Query]:
 def annotation_queries() -> list[Query]:
     """What is marked on the graphs of every dashboard."""
     return [
-        Query(f"{dashboard['uid']}: annotation {one['name']}", one["expr"])
+        Query(f"{dashboard['uid']}: annotation {one['name']}", one["target"]["expr"])
         for dashboard in dashboards()
         for one in dashboard["annotations"]["list"]
-        if "expr" in one
     ]
 
 
