@@ -42,8 +42,6 @@ def write_plan(
     cut: Iterable[Batch],
     scratch: Path,
     progress: Callable[[int], None],
-    *,
-    part_tokens: int = PART_TOKENS,
 ) -> WrittenPlan:
     """Write the samples of `keys`, in that order and cut that way; `progress` hears of samples written so far."""
     digest = hashlib.blake2b(digest_size=16)
@@ -77,7 +75,7 @@ def write_plan(
             samples.append(spill.read(place, length))
         num_written += batch.num_samples
         num_tokens += batch.num_tokens
-        if num_tokens >= part_tokens:
+        if num_tokens >= PART_TOKENS:
             end_part()
     if samples:
         end_part()

@@ -1,0 +1,102 @@
+"""What a user may name as data, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hiddenq.contracts.errors import DatasetError
+from producer.sources import check_named, digest_files, resolve_data
+from tests.producer.conftest import chat, write_lines
+from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
+
+__all__ = ["s3_location", "s3_server"]
+
+
+def names(tmp_path: Path, *entries: str) -> list[str]:
+    return [Path(file.name).name for file in resolve_data(entries, lambda: tmp_path / "scratch")]
+
+
+def test_files_come_in_the_order_given_and_globs_sorted(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl", "[odd].jsonl"):
+        write_lines(tmp_path / name, [chat("a", "b")])
+    assert names(tmp_path, str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")) == ["c.jsonl", "a.jsonl", "b.jsonl"]
+    assert names(tmp_path, str(tmp_path / "[odd].jsonl")) == ["[odd].jsonl"]
+
+
+def test_a_folder_gives_its_data_files_sorted_and_nothing_hidden(tmp_path: Path) -> None:
+    (tmp_path / "data" / ".cache").mkdir(parents=True)
+    (tmp_path / "data" / "more").mkdir()
+    for name in ("b.jsonl", "README.md", ".hidden.jsonl", ".cache/x.jsonl", "more/a.jsonl.gz"):
+        (tmp_path / "data" / name).write_bytes(b"{}\n")
+    assert names(tmp_path, str(tmp_path / "data")) == ["b.jsonl", "a.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("{tmp}/none.jsonl", "no such file"),
+        ("./none", "no such file"),
+        ("{tmp}/*.jsonl", "no file matches"),
+        ("{tmp}", r"no \.jsonl, .* file in this folder"),
+        ("https://host/rows.jsonl", "expected a path, s3://bucket/key or a hub dataset's name"),
+        ("s3://bucket", "expected s3://bucket/key, a pattern, or a prefix that ends in /"),
+        ("owner/name:a:b:c", "expected owner/name, owner/name:split or owner/name:config:split"),
+    ],
+)
+def test_data_that_is_not_there_is_one_line(tmp_path: Path, entry: str, text: str) -> None:
+    with pytest.raises(DatasetError, match=text) as refused:
+        resolve_data([entry.format(tmp=tmp_path)], lambda: tmp_path / "scratch")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_hub_dataset_out_of_reach_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:21001")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DatasetError, match="no such file, and the hub of datasets can't be reached from here"):
+        resolve_data(["owner/name"], lambda: tmp_path)
+
+
+def test_a_dataset_of_several_splits_must_name_one(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DatasetError, match="it holds the splits train, test; name one"):
+        resolve_data([str(tmp_path)], lambda: tmp_path)
+
+
+def test_an_unreadable_name_is_found_before_anything_is_fetched(tmp_path: Path) -> None:
+    check_named(["s3://bucket/not-looked-at", "owner/not-looked-at"])
+    with pytest.raises(DatasetError, match="no such file"):
+        check_named([str(tmp_path / "none.jsonl")])
+
+
+def test_objects_in_s3_become_files_in_the_order_of_keys(
+    tmp_path: Path, s3_server: S3Server, s3_location: S3Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
+        s3_server.client().put_object(Bucket=s3_location.bucket, Key=f"{s3_location.prefix}/{name}", Body=name.encode())
+    for number, (entry, expected) in enumerate(
+        [("/", ["a.jsonl", "b.jsonl"]), ("/b.jsonl", ["b.jsonl"]), ("/*.txt", ["notes.txt"])]
+    ):
+        files = resolve_data([s3_location.uri + entry], lambda number=number: tmp_path / str(number))  # type: ignore[misc]
+        assert [Path(file.name).name for file in files] == expected
+        assert [file.path.read_text() for file in files] == expected
+    with pytest.raises(DatasetError, match="no object there"):
+        resolve_data([f"{s3_location.uri}/none.jsonl"], lambda: tmp_path / "none")
+
+
+def test_a_digest_is_that_of_the_bytes_not_of_the_name(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for file in (one, two):
+        write_lines(file, [chat("a", "b")])
+    seen: list[int] = []
+    files = digest_files(resolve_data([str(one), str(two)], lambda: tmp_path), seen.append)
+    assert files[0].digest == files[1].digest
+    assert seen[-1] == one.stat().st_size * 2
+    two.write_bytes(two.read_bytes() + b" ")
+    assert digest_files(resolve_data([str(two)], lambda: tmp_path), seen.append)[0].digest != files[0].digest
