@@ -35,6 +35,8 @@ FAST = DeliverySettings(
     spool_dead_seconds=2.5,
     stage_seconds={"gpu": 60.0},
 )
+FASTER = FAST.model_copy(update={"lease_seconds": 0.5, "renew_seconds": 0.1, "reap_seconds": 0.1})
+"""For tests in which no living worker could lose a lease to a busy machine."""
 SPOOL, OTHER_SPOOL = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
 CHECKSUM = "crc64nvme:AAAAAAAAAAA="
 

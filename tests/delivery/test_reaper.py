@@ -6,7 +6,8 @@ import itertools
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hiddenq.contracts.errors import LeaseLost
@@ -14,13 +15,15 @@ from hiddenq.delivery import DeliverySettings, Reaper, dead_letters
 from hiddenq.delivery.reaper import Look, Reaping, Watch
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.transitions import Transitions
-from tests.delivery.conftest import FAST, Bench, shard
+from tests.delivery.conftest import FAST, FASTER, Bench, shard
 from tests.support.waiting import wait_until
 
 
-def claim_and_die(bench: Bench, num: int = 1, *, stage: str | None = None) -> list[str]:
+def claim_and_die(
+    bench: Bench, num: int = 1, *, stage: str | None = None, settings: DeliverySettings = FAST
+) -> list[str]:
     """Claims of a process that is never heard of again."""
-    moves = Transitions(bench.client, FAST)
+    moves = Transitions(bench.client, settings)
     executions = [f"{time.monotonic_ns() % (1 << 32) + index:08x}"[-8:] for index in range(num)]
     for raw in moves.claim("hiddenq-extract-run", worker="dead", host="gone", executions=executions):
         if stage:
@@ -44,11 +47,11 @@ def test_what_a_dead_process_held_is_claimable_again_and_only_the_gpu_stage_is_c
 def test_a_batch_that_kills_its_process_is_set_aside_after_its_attempts_with_growing_delays(bench: Bench) -> None:
     bench.enqueue(1)
     due: list[float] = []
-    with Reaper(bench.client, FAST):
+    with Reaper(bench.client, FASTER):
         for _ in range(FAST.max_attempts):
             wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 1)
             due.append(time.monotonic())
-            claim_and_die(bench, stage="gpu")
+            claim_and_die(bench, stage="gpu", settings=FASTER)
         wait_until(lambda: bench.status("run-000000") == "failed")
     delays = [later - earlier for earlier, later in itertools.pairwise(due)]
     assert delays[0] < delays[1] < delays[2]
@@ -142,10 +145,10 @@ def test_a_delayed_retry_needs_no_scheduler(bench: Bench) -> None:
 
 def test_two_reapers_at_once_give_back_each_batch_once(bench: Bench) -> None:
     bench.enqueue(50)
-    with Reaper(bench.client, FAST), Reaper(bench.connect(), FAST), Reaper(bench.connect(), FAST):
-        claim_and_die(bench, 50)
+    with Reaper(bench.client, FASTER), Reaper(bench.connect(), FASTER), Reaper(bench.connect(), FASTER):
+        claim_and_die(bench, 50, settings=FASTER)
         wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") >= 50)
-        time.sleep(3 * FAST.reap_seconds)
+        time.sleep(3 * FASTER.reap_seconds)
     assert bench.client.llen("rq:queue:hiddenq-extract-run") == 50
 
 
@@ -172,7 +175,7 @@ def test_a_restarted_server_makes_a_process_watch_anew() -> None:
     assert not watched(*steady, (35.0, 1035.0, "b"))
 
 
-@settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200, deadline=None)
 @given(
     jump=st.floats(-7200, 7200).filter(lambda jump: abs(jump) > WATCH.clock_tolerance_seconds + 0.1),
     after=st.floats(0, 29.9),

@@ -17,6 +17,7 @@ import redis
 from hiddenq.contracts.errors import RedisRefused, UsageError
 from hiddenq.delivery import EmbeddedServer
 from hiddenq.delivery.binary import find_server_program
+from hiddenq.delivery.connection import never_again
 from tests.support.redis_server import free_port
 from tests.support.waiting import wait_until
 
@@ -68,7 +69,7 @@ def test_it_listens_on_loopback_and_its_password_is_the_owners_alone(data_dir: P
     server = start(data_dir)
     assert server.url.startswith("redis://127.0.0.1:")
     assert server.password not in server.url
-    with redis.Redis(port=server.port) as client, pytest.raises(redis.AuthenticationError):
+    with redis.Redis(port=server.port, retry=never_again()) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
     for name in ("password", "redis.conf", "server.json"):
         assert stat.S_IMODE((data_dir / name).stat().st_mode) == 0o600

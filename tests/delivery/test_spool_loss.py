@@ -6,7 +6,7 @@ import pytest
 
 from hiddenq.contracts.errors import LeaseLost
 from hiddenq.delivery import Ledger, Reaper, dead_letters, fleet, retry_dead, spool_file_names
-from tests.delivery.conftest import FAST, OTHER_SPOOL, SPOOL, Bench, entry, shard
+from tests.delivery.conftest import FAST, FASTER, OTHER_SPOOL, SPOOL, Bench, entry, shard
 from tests.support.waiting import wait_until
 
 QUEUE = "rq:queue:hiddenq-extract-run"
@@ -112,7 +112,7 @@ def test_files_that_an_upload_still_needs_are_named_until_their_end(bench: Bench
 
 def test_what_a_dead_execution_left_may_be_swept_but_only_on_strong_evidence(bench: Bench) -> None:
     bench.enqueue(2)
-    worker, watcher = bench.gpu_worker(), bench.uploader()
+    worker, watcher = bench.gpu_worker(), bench.uploader(settings=FASTER)
     [living] = worker.claim()
     assert not watcher.execution_is_dead("0badc0de")  # it has not watched for long enough
     wait_until(lambda: watcher.execution_is_dead("0badc0de"))

@@ -34,7 +34,7 @@ def test_whatever_dies_every_sample_ends_in_one_committed_shard(tmp_path: Path) 
 @pytest.mark.slow
 def test_chaos_notices_a_broken_promise(tmp_path: Path) -> None:
     chaos = Chaos(
-        tmp_path, seed=1, num_batches=60, forward_seconds=0.1, limit_seconds=22, without_leases=True, log=print
+        tmp_path, seed=1, num_batches=60, forward_seconds=0.1, limit_seconds=18, without_leases=True, log=print
     )
     try:
         with pytest.raises(Broken, match=r"not ended in time: \d\d of 60 batches"):

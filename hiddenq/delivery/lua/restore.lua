@@ -16,6 +16,7 @@ redis.call('HSET', 'rq:job:' .. a.extract_job, unpack(ARGV, 2, 1 + a.fields_of_e
 complete(a.extract_job, a.extract_queue, a.execution, nil)
 redis.call('HSET', 'rq:job:' .. a.extract_job, 'upload', a.upload_job)
 redis.call('HSET', 'rq:job:' .. a.upload_job, unpack(ARGV, 2 + a.fields_of_extract))
+redis.call('HSET', 'rq:job:' .. a.upload_job, 'created_at', iso(now))
 wait(a.upload_job, a.upload_queue, false)
 redis.call('HSET', 'hiddenq:spool:' .. a.spool_id .. ':files', a.file_name, a.upload_job)
 redis.call('ZADD', 'hiddenq:spools', precise(now), a.spool_id)
