@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from grafana.builder.alerts import Timing
 from grafana.builder.configuration import alertmanager_configuration, prometheus_configuration
@@ -37,6 +37,7 @@ from hiddenq.contracts.metrics import GpuWorkerMetrics, UploaderMetrics
 from hiddenq.delivery import DeliverySettings, RunRecord, load_run, save_run
 from tests.grafana.programs import program
 from tests.local.conftest import chats, write_rows
+from tests.monitor.filled import fill
 from tests.monitor.made_fleet import MadeUploader, MadeWorker, made_record, start_run
 from tests.monitor.ports import free_port
 from tests.support.command import make_command
@@ -257,23 +258,9 @@ def _start_made_fleet(stack: ExitStack, client: redis.Redis) -> MadeWorker:
     for claim, error in zip(worker.consumer.claim(2), errors, strict=True):
         worker.consumer.enter(claim, "gpu")
         worker.consumer.fail(claim, error)
-    _fill(GpuWorkerMetrics(gpu))
-    _fill(UploaderMetrics(uploads))
+    fill(GpuWorkerMetrics(gpu))
+    fill(UploaderMetrics(uploads))
     return worker
-
-
-def _fill(metrics: GpuWorkerMetrics | UploaderMetrics) -> None:
-    """Every series of a set, with a value."""
-    for name, metric in vars(metrics).items():
-        labels = ["node3" if label == "host" else f"some-{label}" for label in metric._labelnames]
-        one = metric.labels(*labels) if labels else metric
-        value = time.time() if name.endswith("timestamp") else 1.0
-        if isinstance(one, Histogram):
-            one.observe(value)
-        elif isinstance(one, Counter):
-            one.inc(value)
-        else:
-            one.set(value)
 
 
 def _end(watched: Stack) -> None:

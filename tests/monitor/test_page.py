@@ -94,7 +94,7 @@ def test_a_person_sees_at_a_glance_that_it_goes_well(
                     uploader.upload()
             for other in (worker, *others):
                 other.beat()
-            look_back(redis_client, 299)
+            look_back(redis_client, 280)
             seen.watcher.look()
             text = browse(seen.port, tmp_path, "status-goes-well")
         assert "qwen3-27b-eagle3 goes well" in text
