@@ -133,3 +133,10 @@ def test_every_alert_has_severity_summary_and_a_section_that_says_what_to_type()
         assert alert.description.endswith(".")
         assert re.search(r"^- (Type|Mend|Look|As)", text, re.M), alert.name
         assert "`" in text or "](#" in text, f"{alert.name}: nothing to type"
+
+
+def test_the_docs_name_every_metric_and_every_alert() -> None:
+    text = (ROOT.parent / "docs" / "monitoring.md").read_text()
+    assert [name for name in sorted(catalogue()) if f"`{name}`" not in text] == []
+    assert [alert.name for alert in alerts() if f"| [{alert.name}](" not in text] == []
+    assert "No real Grafana server has loaded" in text
