@@ -72,6 +72,8 @@ class RunSettings:
     """Passed on to each GPU worker."""
     host_arguments: tuple[str, ...] = ()
     """Passed on to GPU workers and uploaders alike."""
+    target_head: bool = False
+    """Whether to write the target's embedding, final norm and lm_head, too."""
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
 
 
@@ -195,6 +197,10 @@ class _Pipeline:
             # Every process that ever wrote into this spool has ended: what has no final name is nobody's.
             Spool.open(self._spool).sweep(lambda execution: True)
         began = time.monotonic()
+        if settings.target_head:
+            from gpu_worker.target_head import write_target_head  # needs torch, which this process has not loaded
+
+            write_target_head(self._store, record.config)
         manifest = finish_run(self._client, record, self._store)
         seconds["finish"] = time.monotonic() - began
         summary(self._client, record, manifest, seconds)

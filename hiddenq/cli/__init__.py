@@ -55,7 +55,7 @@ def _top(
 def main() -> NoReturn:
     """Entry point: run the command and exit with its status."""
     die_with_parent()
-    from hiddenq.cli import run, stages, inspect, fleet  # noqa: F401, I001  each registers its commands, in this order
+    from hiddenq.cli import run, stages, inspect, training, fleet  # noqa: F401, I001  each registers its commands, in this order
 
     sys.exit(exit_status(sys.argv[1:]))
 

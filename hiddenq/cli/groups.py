@@ -19,7 +19,8 @@ from hiddenq.storage import StoreSettings
 if TYPE_CHECKING:
     from producer import ProducerSettings
 
-_MODEL, _DATA, _STORE, _REDIS, _HOST = "Model and states", "Data", "Store", "Queue", "This machine"
+MODEL_PANEL = "Model and states"
+_MODEL, _DATA, _STORE, _REDIS, _HOST = MODEL_PANEL, "Data", "Store", "Queue", "This machine"
 
 
 def _option(panel: str, *names: str, text: str, metavar: str | None = None) -> Any:

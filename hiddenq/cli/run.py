@@ -9,7 +9,14 @@ import typer
 from rich.console import Console
 
 from hiddenq.cli import app
-from hiddenq.cli.groups import ComputeOptions, HostOptions, InputOptions, QueueOptions, StoreOptions
+from hiddenq.cli.groups import (
+    MODEL_PANEL,
+    ComputeOptions,
+    HostOptions,
+    InputOptions,
+    QueueOptions,
+    StoreOptions,
+)
 from hiddenq.cli.options import grouped
 
 TEST_SAMPLES = 100
@@ -32,6 +39,14 @@ def run(
     test: Annotated[
         bool,
         typer.Option("--test", help=f"Only the first {TEST_SAMPLES} rows, into OUT-test, before a long run."),
+    ] = False,
+    target_head: Annotated[
+        bool,
+        typer.Option(
+            "--target-head",
+            help="Also write the target's embedding, final norm and lm_head.",
+            rich_help_panel=MODEL_PANEL,
+        ),
     ] = False,
 ) -> int:
     """Extract the states of a whole dataset on this machine; type it again to resume.
@@ -60,6 +75,7 @@ def run(
             redis_url=queue.redis_url,
             worker_arguments=(*compute.arguments(), *["--trust-remote-code"] * inputs.trust_remote_code),
             host_arguments=host.arguments(),
+            target_head=target_head,
         )
     )
 
