@@ -4,6 +4,8 @@ set -eu
 umask 0022
 
 /opt/hiddenq/bin/python /usr/local/share/hiddenq/demo.py /models
+# safetensors makes files that their owner alone can read; the roles are other users.
+chmod -R a+rX /models
 /opt/hiddenq/bin/python - <<'PYTHON'
 import os
 

@@ -19,11 +19,10 @@ from hiddenq.doctor.driver import Surroundings
 from hiddenq.doctor.findings import Finding, error
 from hiddenq.doctor.gpu import check_gpus
 from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool
-from hiddenq.doctor.location import check_location
+from hiddenq.doctor.location import check_location, run_config
 from hiddenq.doctor.model import check_model
 from hiddenq.doctor.queue import check_queue
 from hiddenq.storage import StoreSettings, open_store
-from hiddenq.storage.runfiles import load_run_json
 
 Role = Literal["all", "produce", "worker", "upload", "monitor"]
 DEFAULT_SHARD_BYTES = 1 << 30
@@ -105,7 +104,7 @@ def _run(settings: DoctorSettings) -> RunConfig | None:
     """The run these settings lead to, if it is there and can be read; its own check says why if not."""
     try:
         if settings.location:
-            return load_run_json(open_store(settings.location, settings.store))
+            return run_config(open_store(settings.location, settings.store))
         if settings.redis_url and settings.role in ("worker", "upload"):
             from hiddenq.delivery import list_runs
 

@@ -13,17 +13,16 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from hiddenq.contracts.errors import HiddenqError, StoreAway
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import HiddenqError, ObjectMissing, StoreAway
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.doctor.findings import Finding, error, ok, warning
 from hiddenq.doctor.host import check_room
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
-from hiddenq.storage.runfiles import load_run_json
 
 SKEW_WARNING_SECONDS, SKEW_ERROR_SECONDS = 60.0, 600.0
 """S3 refuses signatures that are 900 s off."""
-STATES = "states/"
 
 
 def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], float] = time.time) -> Iterator[Finding]:
@@ -46,7 +45,7 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
         )
         return
     yield ok(f"store {store.uri}: {capabilities.detail}")
-    config = load_run_json(store)
+    config = run_config(store)
     if config and (folder := store.open_local("")):
         yield check_room(Path(folder), num_bytes=remaining_bytes(config, store))
 
@@ -73,7 +72,15 @@ def check_store_clock(url: str, *, clock: Callable[[], float] = time.time) -> It
         yield ok("this machine's clock agrees with the store's")
 
 
+def run_config(store: ObjectStore) -> RunConfig | None:
+    """The run at this location, if there is one (without what reads token parts, so that no role needs numpy here)."""
+    try:
+        return RunConfig.parse(store.get_bytes(names.RUN_JSON))
+    except ObjectMissing:
+        return None
+
+
 def remaining_bytes(config: RunConfig, store: ObjectStore) -> int:
     """Bytes that a run still has to write: its plan less what lies there."""
     planned = config.num_tokens * ShardFormat.of_run(config).bytes_per_token
-    return max(0, planned - sum(info.num_bytes for info in store.list(STATES)))
+    return max(0, planned - sum(info.num_bytes for info in store.list(names.STATES_PREFIX)))
