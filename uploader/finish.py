@@ -44,12 +44,14 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
         letters = dead_letters(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
+        if (existing := load_manifest(store)) and _is_final(existing, record, batches, entries, store):
+            mark_finished(client, record.run)
+            return existing
         index = build_index(store, ShardFormat.of_run(record.config), batches, entries, still_mine=still_mine)
         checks = self_checks(client, record.run)
         manifest = _manifest(record, batches, entries, letters, crc.of_bytes(index)).model_copy(
             update={"self_checks": tuple(checks)}
         )
-        existing = load_manifest(store)
         if existing and _same(existing, manifest):
             manifest = existing
         else:
@@ -141,6 +143,23 @@ def _manifest(
         plan_digest=config.plan_digest,
         dead_letters=tuple(dead),
         self_checks=(),
+    )
+
+
+def _is_final(
+    existing: Manifest,
+    record: RunRecord,
+    batches: Sequence[BatchPlan],
+    entries: Mapping[str, LedgerEntry],
+    store: ObjectStore,
+) -> bool:
+    """Whether everything was in already when the manifest was written: a ledger's entries never change."""
+    return (
+        existing.complete
+        and existing.plan_digest == record.config.plan_digest
+        and len(entries) == len(batches) == existing.num_batches_committed
+        and existing.num_bytes == sum(entry.num_bytes for entry in entries.values())
+        and store.stat(names.INDEX) is not None
     )
 
 

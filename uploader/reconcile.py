@@ -8,6 +8,7 @@ removed if it is not; each with a log line.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -53,16 +54,19 @@ class Orphan(NamedTuple):
 class Reconciler:
     """Looks after one spool and the runs whose shards pass through it."""
 
-    def __init__(self, client: redis.Redis, spool: Spool, runs: Runs, settings: DeliverySettings) -> None:
+    def __init__(
+        self, client: redis.Redis, spool: Spool, runs: Runs, settings: DeliverySettings, stopping: threading.Event
+    ) -> None:
         self._client = client
         self._spool = spool
         self._runs = runs
         self._patience_seconds = 3 * settings.lease_seconds
         self._settings = settings
+        self._stopping = stopping
         self._log = telemetry.logger().bind(spool=spool.spool_id)
 
     def once(self) -> None:
-        """Compare and mend.
+        """Compare and mend, until it is done or `stopping`.
 
         Raises:
             RedisAway, StoreAway: not everything was looked at; the next time will do.
@@ -71,6 +75,8 @@ class Reconciler:
             self._set_aside_dead_uploads(run)
             self._sweep_store(run)
         for orphan in self._orphans():
+            if self._stopping.is_set():
+                return
             self._settle(orphan)
         for name in self._spool.sweep(self._is_dead, min_age_seconds=self._patience_seconds):
             self._log.info("temporary_removed", file=name)

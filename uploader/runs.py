@@ -14,6 +14,7 @@ from typing import Any
 import redis
 
 from hiddenq import telemetry
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch, StoreRefused
 from hiddenq.contracts.run import RunConfig
 from hiddenq.delivery import Ledger, RunRecord, load_run
@@ -87,7 +88,8 @@ def check_allowed(location: str, allowed_prefix: str | None) -> None:
 
 def check_same_run(store: ObjectStore, config: RunConfig) -> None:
     """Raise `RunMismatch` unless `run.json` at the location is the run's."""
-    store.check_readable()
+    if store.open_local(names.RUN_JSON) is None:  # a folder that is not there is simply another machine's
+        store.check_readable()
     found = load_run_json(store)
     if found is None:
         raise RunMismatch(

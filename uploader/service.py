@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import redis
@@ -98,9 +99,11 @@ class Uploader:
         self._settings = settings
         self._runs = Runs(client, spool, settings, status)
         self._upload = ShardUpload(consumer, spool, self._runs, status, settings, after_commit=self._finish_if_over)
-        self._reconciler = Reconciler(client, spool, self._runs, _delivery(client))
+        self._reconciler = Reconciler(client, spool, self._runs, _delivery(client), consumer.stopping)
         self._finished: dict[str, tuple[int, int]] = {}
         """By run: committed and dead batches when it was last finished."""
+        self._finishing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._oversight: Future[None] | None = None
         self._next_oversee = self._next_reconcile = time.monotonic()
 
     def work(self) -> None:
@@ -110,15 +113,21 @@ class Uploader:
             UserError: a store refuses; everything was handed back.
         """
         under_way: set[Future[None]] = set()
-        with ThreadPoolExecutor(self._settings.num_concurrent, thread_name_prefix="upload") as pool:
+        num_concurrent = self._settings.num_concurrent
+        with (
+            ThreadPoolExecutor(num_concurrent, thread_name_prefix="upload") as pool,
+            ThreadPoolExecutor(1, thread_name_prefix="oversight") as aside,
+        ):
             try:
                 while not self._consumer.stopping.is_set():
-                    claims = self._consumer.claim(self._settings.num_concurrent - len(under_way))
+                    claims = self._consumer.claim(num_concurrent - len(under_way))
                     under_way |= {pool.submit(self._upload.handle, claim) for claim in claims}
                     if not claims:
                         self._consumer.stopping.wait(IDLE_SECONDS)
                     under_way = self._collect(under_way)
-                    self._oversee()
+                    if time.monotonic() >= self._next_oversee and (not self._oversight or self._oversight.done()):
+                        self._next_oversee = time.monotonic() + OVERSEE_SECONDS
+                        self._oversight = aside.submit(self._oversee)
             finally:
                 self._status.draining()
                 self._consumer.stopping.set()
@@ -135,23 +144,23 @@ class Uploader:
         return left
 
     def _oversee(self) -> None:
-        now = time.monotonic()
-        if now < self._next_oversee:
-            return
-        self._next_oversee = now + OVERSEE_SECONDS
         self._status.observe_spool()
         try:
-            if self._settings.index == 0 and now >= self._next_reconcile:
-                self._next_reconcile = now + self._settings.reconcile_seconds
+            if self._settings.index == 0 and time.monotonic() >= self._next_reconcile:
+                self._next_reconcile = time.monotonic() + self._settings.reconcile_seconds
                 self._reconciler.once()
             for run in self._runs.opened().values():
                 self._finish_if_over(run)
         except RetryableError as error:
             telemetry.logger().warning("oversight_postponed", error=str(error))
+        except Exception:
+            telemetry.logger().exception("oversight_failed")
 
     def _finish_if_over(self, run: OpenRun) -> None:
         """Finish a run whose batches are all committed or dead letters, once for each such state."""
         name = run.record.run
+        if not self._finishing[name].acquire(blocking=False):  # another thread is at it
+            return
         try:
             committed = run.ledger.totals().num_batches
             letters = dead_letters(self._client, name) if committed < run.config.num_batches else []
@@ -166,3 +175,5 @@ class Uploader:
             self._finished[name] = (committed, dead)
         except HiddenqError as error:
             telemetry.logger().warning("not_finished", run=name, error=str(error), next="tried again")
+        finally:
+            self._finishing[name].release()

@@ -12,8 +12,10 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+SHARED_MODE = 0o660
 _IDLE_SECONDS = 0.05
 """Unused time is not saved up beyond this."""
 
@@ -41,8 +43,7 @@ class BandwidthLimit:
             begin = max(self._booked_until, time.monotonic() - _IDLE_SECONDS)
             self._booked_until = begin + seconds
             return begin
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-        try:
+        with open_shared(self._path) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             now, booked = time.monotonic(), 0.0
             with contextlib.suppress(struct.error):
@@ -52,5 +53,15 @@ class BandwidthLimit:
             begin = max(booked, now - _IDLE_SECONDS)
             os.pwrite(descriptor, struct.pack("<d", begin + seconds), 0)
             return begin
-        finally:
-            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_shared(path: Path) -> Iterator[int]:
+    """A small file that processes of different users of one group share, made if need be; yields its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, SHARED_MODE)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, SHARED_MODE)  # whatever the umask
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -48,6 +49,8 @@ class LocalStore:
                 if _link(source, path, temporary):
                     _verify(source, path.name, checksum, num_bytes)
                     _set_checksum(source, checksum)
+                    with contextlib.suppress(PermissionError):
+                        os.fchmod(source, 0o666 & ~_umask())  # as a copy would have it, whatever the spool's mode
                     os.fsync(source)
                 else:
                     with temporary.open("xb", buffering=0) as copy:
@@ -278,6 +281,16 @@ def _verify(
 def _write_all(file: FileIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
+
+
+@functools.cache
+def _umask() -> int:
+    """This process's umask, without the moment in which asking the system for it changes it for all threads."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077
 
 
 def _set_checksum(descriptor: int, checksum: str) -> None:

@@ -26,7 +26,7 @@ from hiddenq.storage.body import Body, FileBody, MemoryBody
 from hiddenq.storage.local import UNFINISHED_SECONDS, opened
 from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
-from hiddenq.storage.s3_probe import S3Abilities, probe
+from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
 
@@ -133,16 +133,18 @@ class S3Store:
             raise StoreRefused(f"{self.uri}: no such bucket; create it, or check its name") from error
 
     def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
-        num_aborted = 0
-        for page in self._pages("list_multipart_uploads", _NEXT_UPLOADS, Prefix=self._prefix + names.STATES_PREFIX):
-            now = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+        num_removed = 0
+        for page in self._pages("list_multipart_uploads", _NEXT_UPLOADS, Prefix=self._prefix):
             for upload in page.get("Uploads", ()):
-                name = upload["Key"].removeprefix(self._prefix + names.STATES_PREFIX)
-                old = _age_seconds(now, upload) > UNFINISHED_SECONDS
-                if not (old and names.parse_shard_name(name) and is_abandoned(name)):
-                    continue
-                num_aborted += self._abort(upload["Key"], upload["UploadId"])
-        return num_aborted
+                key = upload["Key"].removeprefix(self._prefix)
+                if _age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
+                    num_removed += self._abort(upload["Key"], upload["UploadId"])
+        for page in self._pages("list_objects_v2", _NEXT_OBJECTS, Prefix=self._prefix + PROBE_PREFIX):
+            for item in page.get("Contents", ()):
+                if _age_seconds(page, item["LastModified"]) > UNFINISHED_SECONDS:
+                    self.delete(item["Key"].removeprefix(self._prefix))
+                    num_removed += 1
+        return num_removed
 
     def _put_whole(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
         body = FileBody(source, name, 0, num_bytes, self._limit)
@@ -248,7 +250,14 @@ def _proof(answer: Mapping[str, Any]) -> str | None:
     return crc.from_s3(value) if value and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" else None
 
 
-def _age_seconds(date: str | None, upload: Mapping[str, Any]) -> float:
-    """Age of an unfinished upload by the store's own clock."""
+def _may_go(key: str, is_abandoned: Callable[[str], bool]) -> bool:
+    """Whether an old unfinished upload is a probe's, or that of a shard which is abandoned."""
+    name = key.removeprefix(names.STATES_PREFIX)
+    return key.startswith(PROBE_PREFIX) or (names.parse_shard_name(name) is not None and is_abandoned(name))
+
+
+def _age_seconds(page: Mapping[str, Any], since: datetime) -> float:
+    """Seconds from `since` to the page's answer, both by the store's own clock."""
+    date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
     now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-    return float((now - upload["Initiated"]).total_seconds())
+    return (now - since).total_seconds()

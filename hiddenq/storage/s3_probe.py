@@ -21,6 +21,8 @@ from hiddenq.storage.s3_errors import arrived_damaged
 from hiddenq.storage.s3_multipart import Multipart
 from hiddenq.storage.settings import StoreSettings
 
+PROBE_PREFIX = ".hiddenq-probe-"
+"""Keys of what a probe writes; what a killed one left is swept later."""
 _DATA = b"hiddenq asks what this store can do"
 _RIGHT = crc.of_bytes(_DATA)
 _WRONG = crc.of_bytes(_DATA + b"?")
@@ -43,7 +45,7 @@ def probe(connection: S3Connection, common: dict[str, Any], prefix: str, setting
         StoreRefused: it can't be written or read, or can't do what `settings.checksums` asks for.
         StoreAway: it does not answer for now.
     """
-    target = {**common, "Key": f"{prefix}.hiddenq-probe-{secrets.token_hex(4)}"}
+    target = {**common, "Key": f"{prefix}{PROBE_PREFIX}{secrets.token_hex(4)}"}
     call = functools.partial(connection.call, f"s3://{common['Bucket']}/{prefix.rstrip('/')}")
     try:
         return _probe(call, target, settings)

@@ -27,6 +27,7 @@ from typing import BinaryIO
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UsageError
+from hiddenq.storage.bandwidth import open_shared
 from hiddenq.storage.local import TEMPORARY_PREFIX, fsync_folder, open_regular, temporary_token
 
 HIGH_SHARE = 0.8
@@ -132,18 +133,18 @@ class Spool:
                 )
             paused = self.folder / _PAUSED
             if paused.exists() and used > low:
-                paused.touch()
+                self._pause()
                 return None
             paused.unlink(missing_ok=True)
             if used + num_bytes > high:
-                paused.touch()
+                self._pause()
                 return None
             file = self._create(f"{TEMPORARY_PREFIX}{execution}-{file_name}", file_name)
             try:
                 _allocate(file.fd, num_bytes)
             except OSError:
                 file.discard()
-                paused.touch()
+                self._pause()
                 return None
         return file
 
@@ -173,7 +174,9 @@ class Spool:
     def quarantine(self, file_name: str, reason: str) -> None:
         """Set a shard aside, with the reason beside it; the oldest ones make room below the cap."""
         source, folder = self.path(file_name), self.folder / _QUARANTINE
-        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(_FOLDER_MODE)
         with contextlib.suppress(FileNotFoundError):
             source.replace(folder / file_name)
             (folder / f"{file_name}.reason").write_text(reason + "\n")
@@ -240,6 +243,10 @@ class Spool:
                     "uploaders of a host as one user, or give the folder a group of both and its setgid bit"
                 )
 
+    def _pause(self) -> None:
+        with open_shared(self.folder / _PAUSED) as descriptor:
+            os.utime(descriptor)
+
     def _paused(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
             return time.time() - (self.folder / _PAUSED).stat().st_mtime < _PAUSED_SECONDS
@@ -270,12 +277,9 @@ class Spool:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-        try:
+        with open_shared(self.folder / _LOCK) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(descriptor)
 
     @staticmethod
     def _scan(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

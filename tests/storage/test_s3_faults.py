@@ -309,11 +309,15 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
         client.create_multipart_upload(Bucket=s3_location.bucket, Key=key)["UploadId"]
         for key in (f"{s3_location.prefix}/states/000002-bbbbbbbb.safetensors", f"elsewhere-{s3_location.prefix}/{KEY}")
     )
+    probed = f"{s3_location.prefix}/.hiddenq-probe-0123abcd"  # what a probe left that was killed
+    client.create_multipart_upload(Bucket=s3_location.bucket, Key=probed)
+    client.put_object(Bucket=s3_location.bucket, Key=probed, Body=b"x")
     store = store_at(s3_server.endpoint_url, s3_location, notes)
-    assert len(open_uploads(s3_server, s3_location)) == 2
+    assert len(open_uploads(s3_server, s3_location)) == 3
     assert store.abort_unfinished(lambda name: True) == 0, "all are younger than ten minutes"
     monkeypatch.setattr(s3, "UNFINISHED_SECONDS", -1)
-    assert store.abort_unfinished(lambda name: name == NAME) == 1
+    assert store.abort_unfinished(lambda name: name == NAME) == 3
+    assert client.list_objects_v2(Bucket=s3_location.bucket, Prefix=probed)["KeyCount"] == 0
     assert open_uploads(s3_server, s3_location) == [live]
     elsewhere = S3Location(s3_location.bucket, f"elsewhere-{s3_location.prefix}")
     assert open_uploads(s3_server, elsewhere) == [foreign]

@@ -30,6 +30,12 @@ def make_file(folder: Path, data: bytes = b"0123456789" * 1000) -> tuple[Path, s
     return path, crc.of_file(path)
 
 
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def temporaries(store: LocalStore) -> list[str]:
     return [path.name for path in store.folder.rglob(".tmp-*")]
 
@@ -41,9 +47,11 @@ def test_a_path_and_a_file_url_are_the_same_place(tmp_path: Path, monkeypatch: p
 
 def test_on_one_file_system_a_shard_is_read_once_and_linked(store: LocalStore, tmp_path: Path) -> None:
     path, checksum = make_file(tmp_path)
+    path.chmod(0o640)
     info = store.put_file(KEY, path, checksum=checksum, num_bytes=10_000)
     assert (info.num_bytes, info.checksum) == (10_000, checksum)
     assert (store.folder / KEY).stat().st_ino == path.stat().st_ino
+    assert (store.folder / KEY).stat().st_mode & 0o777 == 0o666 & ~umask(), "as the user's other files"
     path.unlink()
     assert store.checksum(KEY) == checksum
     stated = store.stat(KEY)

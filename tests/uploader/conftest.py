@@ -10,6 +10,7 @@ from hiddenq.storage import LocalStore, Spool
 from tests.support.faulty_proxy import faulty_proxy
 from tests.support.redis_server import own_redis_server, redis_client, redis_server, shared_redis_server
 from tests.support.s3_server import s3_location, s3_server
+from uploader import service
 
 __all__ = [
     "faulty_proxy",
@@ -20,6 +21,11 @@ __all__ = [
     "s3_server",
     "shared_redis_server",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "OVERSEE_SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -38,7 +39,7 @@ def run(redis_client: redis.Redis, store: LocalStore) -> SmallRun:
 @pytest.fixture
 def reconciler(redis_client: redis.Redis, spool: Spool, run: SmallRun) -> Reconciler:
     runs = Runs(redis_client, spool, UploaderSettings(spool=spool.folder), StoreObserver())
-    return Reconciler(redis_client, spool, runs, run.settings)
+    return Reconciler(redis_client, spool, runs, run.settings, threading.Event())
 
 
 @pytest.fixture

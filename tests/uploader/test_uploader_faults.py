@@ -253,7 +253,7 @@ def test_kill_9_in_a_multipart_upload_leaves_parts_that_are_swept_and_the_shard_
     store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
     (shard,) = run.extract(redis_client, spool)
     assert shard.num_bytes > 10 << 20
-    plan = faulty_proxy.plan(BlackHole(), when=parts)
+    plan = faulty_proxy.plan(BlackHole(), when=lambda r: parts(r) and states(r))
     program = (
         "import sys; from pathlib import Path; from uploader import UploaderSettings, serve\n"
         "serve(UploaderSettings(spool=Path(sys.argv[1]), metrics_port=0, nice=0))"

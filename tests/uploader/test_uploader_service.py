@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import RunMismatch, StoreRefused, UsageError
+from hiddenq.contracts.errors import DamagedShard, RunMismatch, StoreRefused, UsageError
 from hiddenq.delivery import Ledger, dead_letters, retry_dead, run_state
 from hiddenq.storage import LocalStore, Spool
 from tests.support.redis_server import RedisServer
@@ -20,7 +20,7 @@ from tests.uploader.running import RunningUploader, invariant_holds, running_upl
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import UploaderSettings, serve
 from uploader.finish import load_manifest
-from uploader.upload import ledger_entry
+from uploader.upload import check_header, ledger_entry
 
 
 def finished(client: redis.Redis, run: SmallRun) -> None:
@@ -93,6 +93,19 @@ def test_a_file_that_is_not_what_the_worker_recorded_is_set_aside_and_its_batch_
     assert (spool.folder / "quarantine" / first[1].file_name).is_symlink() == (damage == "replaced by a link")
     assert (spool.folder / "quarantine" / f"{first[1].file_name}.reason").read_text().startswith(first[1].file_name)
     invariant_holds(redis_client, run, store, spool)
+
+
+def test_a_file_cut_anywhere_is_told_by_its_size_or_header_before_a_byte_is_sent(spool: Spool) -> None:
+    run = small_run(num_batches=1)
+    shard = run.put_into_spool(spool, run.batches[0].job(run.name), "abcdef01")
+    data = spool.path(shard.file_name).read_bytes()
+    with spool.open_shard(shard.file_name) as file:
+        check_header(file, shard)
+    for size in (0, 4, 8, 20, len(data) - 1):
+        spool.path(shard.file_name).write_bytes(data[:size])
+        for told in (shard, shard.model_copy(update={"num_bytes": max(1, size)})):
+            with spool.open_shard(shard.file_name) as file, pytest.raises(DamagedShard, match=shard.file_name):
+                check_header(file, told)
 
 
 def test_a_file_that_is_gone_is_made_again_twice_and_then_a_dead_letter_that_a_retry_mends(
@@ -201,6 +214,11 @@ def test_a_location_that_is_another_runs_here_ends_the_process_and_hands_the_sha
     assert isinstance(error, RunMismatch)
     assert "no run.json there as" in str(error)
     assert "a local folder must be the same on every machine (shared), or use s3://" in str(error)
+    subprocess.run(["mv", store.uri, f"{store.uri}-elsewhere"], check=True)
+    with running_uploader(redis_server, spool) as uploader:
+        error = uploader.join()
+    assert isinstance(error, RunMismatch)
+    assert not store.folder.exists()
     small_run(num_batches=1, hidden_size=32).write(store)
     with running_uploader(redis_server, spool) as uploader:
         error = uploader.join()
