@@ -35,7 +35,7 @@ def test_a_loader_gives_every_sample_once_in_batches_that_are_padded_at_the_end(
     dataset = HiddenStatesDataset(made.folder, dtype=torch.float32)
     dataset[0]
     loader = DataLoader(
-        dataset, batch_size=5, collate_fn=collate, num_workers=2 if context else 0, multiprocessing_context=context
+        dataset, batch_size=5, collate_fn=collate, num_workers=1 if context else 0, multiprocessing_context=context
     )
     seen = []
     for batch in loader:

@@ -14,51 +14,54 @@ import torch
 from hiddenq.reader import open_run
 from hiddenq.reader.exports import ExportSettings, export
 from hiddenq.reader.trainers import SpeculatorsTransfer
+from tests.reader.trainers_page import ROOT, TrainersPage, export_as_typed
 from tests.support.made_run import MadeRun
 
 LOADERS = Path(__file__).parent / "loaders"
 
 
-def run_loader(trainers: Path, name: str, *arguments: Path) -> None:
-    root = Path(__file__).parents[2]
+def run_loader(trainers: Path, name: str, folder: Path, code: str, *arguments: str) -> None:
+    """Run a loader's script in `folder`, then the trainers page's code for it, in one process of its own."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(trainers), str(root)]),
+        "PYTHONPATH": os.pathsep.join([str(trainers), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(arguments[0] / ".cache"),
+        "HF_DATASETS_CACHE": str(folder / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, LOADERS / name, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip().endswith("loaded"), done.stderr[-3000:]
+    program = f"import runpy\nrunpy.run_path({str(LOADERS / name)!r}, run_name='__main__')\n{code}\nprint('all of it')"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[-3:-1] == ["loaded", "all of it"]
 
 
+@pytest.mark.slow
 def test_speculators_own_loader_reads_the_export_and_takes_our_datasets(
     trainers: Path, model_run: MadeRun, tmp_path: Path
 ) -> None:
+    page = TrainersPage.read(model_run.folder)
+    for command in page.commands:
+        if "--to speculators" in command:
+            export_as_typed(command, tmp_path)
     for name, fields in {
         "plain": {"draft_vocab_size": 48, "seed": 2},
         "linked": {"link": True, "seed": 2},
         "fp8": {"dtype": "float8_e4m3fn", "seed": 2},
     }.items():
         export(model_run.folder, ExportSettings(format="speculators", **fields), tmp_path / name)
-    run_loader(
-        trainers,
-        "speculators_loader.py",
-        tmp_path / "plain",
-        tmp_path / "linked",
-        tmp_path / "fp8",
-        model_run.folder,
-    )
+    folders = ("plain", "linked", "fp8", str(model_run.folder))
+    run_loader(trainers, "speculators_loader.py", tmp_path, page.code["speculators"], *folders)
 
 
+@pytest.mark.slow
 def test_model_optimizers_own_dataset_reads_the_export_and_its_collator_takes_ours(
     trainers: Path, model_run: MadeRun, tmp_path: Path
 ) -> None:
-    export(model_run.folder, ExportSettings(format="modelopt", draft_vocab_size=48), tmp_path / "plain")
+    page = TrainersPage.read(model_run.folder)
+    export(model_run.folder, ExportSettings(format="modelopt", draft_vocab_size=48), tmp_path / "modelopt-data")
     export(model_run.folder, ExportSettings(format="modelopt", prenorm=True), tmp_path / "prenorm")
-    run_loader(trainers, "modelopt_loader.py", tmp_path / "plain", tmp_path / "prenorm", model_run.folder)
+    folders = ("modelopt-data", "prenorm", str(model_run.folder))
+    run_loader(trainers, "modelopt_loader.py", tmp_path, page.code["modelopt"], *folders)
 
 
 def test_the_dataset_folder_opens_with_datasets_and_gives_tensors(model_run: MadeRun, tmp_path: Path) -> None:
