@@ -62,6 +62,7 @@ class Stack:
     s3: S3Server
     record: RunRecord
     prometheus: str
+    alertmanager: str
     made_worker: MadeWorker | None = None
     """The GPU worker of the made run, on node3."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -104,6 +105,13 @@ class Stack:
         except urllib.error.URLError:
             return False
 
+    def kept_back(self, alert: str, **labels: str) -> bool:
+        """Whether Alertmanager has the alert and keeps it back because of another one."""
+        matchers = [f'{name}="{value}"' for name, value in {"alertname": alert, **labels}.items()]
+        url = f"http://{self.alertmanager}/api/v2/alerts?{urllib.parse.urlencode({'filter': matchers}, doseq=True)}"
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return any(one["status"]["inhibitedBy"] for one in json.load(answer))
+
     def first_told(self, alert: str, status: str = "firing", **labels: str) -> dict[str, Any] | None:
         """The first notice of an alert with these labels."""
         wanted = {"alertname": alert, **labels}
@@ -142,7 +150,7 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         record = load_run(client).model_copy(update={"delivery": DELIVERY})
         save_run(client, record)
 
-        watched = Stack(folder, server, client, s3, record, f"127.0.0.1:{free_port()}")
+        watched = Stack(folder, server, client, s3, record, f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
         stack.callback(_end, watched)
         webhook = stack.enter_context(_webhook(watched.told))
         monitor = _start_monitor(watched, environment)
@@ -187,9 +195,8 @@ def _start_monitor(watched: Stack, environment: dict[str, str]) -> str:
 
 
 def _start_prometheus(watched: Stack, monitor: str, webhook: str) -> None:
-    alertmanager = f"127.0.0.1:{free_port()}"
     configuration = prometheus_configuration(
-        monitor=monitor, alertmanager=alertmanager, rules="rules.yaml", scrape_seconds=1, discovery_seconds=1
+        monitor=monitor, alertmanager=watched.alertmanager, rules="rules.yaml", scrape_seconds=1, discovery_seconds=1
     )
     (watched.folder / "prometheus.yml").write_text(to_yaml(configuration))
     (watched.folder / "rules.yaml").write_text(to_yaml(rule_file(TIMING)))
@@ -202,7 +209,7 @@ def _start_prometheus(watched: Stack, monitor: str, webhook: str) -> None:
             program("prometheus-alertmanager", "alertmanager"),
             "--config.file=alertmanager.yml",
             "--storage.path=alertmanager",
-            f"--web.listen-address={alertmanager}",
+            f"--web.listen-address={watched.alertmanager}",
             "--cluster.listen-address=",
         ],
     )

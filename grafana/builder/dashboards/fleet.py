@@ -243,6 +243,7 @@ _MIDDLE = Section(
             unit="short",
             kind="states",
             empty="no target",
+            bad_below=1,
         ),
     ),
 )

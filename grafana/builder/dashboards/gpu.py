@@ -179,6 +179,7 @@ _DEVICE = Section(
             unit="short",
             kind="states",
             empty="not throttled",
+            bad_above=1,
         ),
         Panel(
             title="Fast kernels",
@@ -187,6 +188,7 @@ _DEVICE = Section(
             unit="short",
             kind="states",
             empty=_NONE,
+            bad_below=1,
         ),
     ),
 )

@@ -156,6 +156,7 @@ _SPOOL = Section(
             unit="short",
             kind="states",
             empty="no spool",
+            bad_below=1,
         ),
     ),
 )
@@ -170,6 +171,7 @@ _TROUBLE = Section(
             unit="short",
             kind="states",
             empty=_NONE,
+            bad_above=1,
         ),
         _series(
             "Retries",
