@@ -15,18 +15,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from benchmarks.workload import Workload
 
-PEER_SAMPLES = 60
-SCRIPT_BATCHES = 8
+PEER_SAMPLES = 40
+SCRIPT_BATCHES = 6
 SCRIPT_BUDGET = 16384
-
-
-def load_whole(workload: Workload, device: str) -> Any:
-    """The whole causal model, as a script would load it."""
-    return AutoModelForCausalLM.from_pretrained(workload.model, dtype="auto", device_map={"": device}).eval()
 
 
 def measure_peer(model: Any, workload: Workload, layers: list[int], out: Path, *, device: str) -> dict[str, float]:

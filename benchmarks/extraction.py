@@ -39,16 +39,12 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(options.device)}
     result["workload"] = run_child(options, "workload")
-    result["engine"] = run_child(options, "engine")
-    if options.engine_only:
-        print(json.dumps(result["machine"]))
-        return check(result, options)
-    if not options.no_baselines:
-        result["baselines"] = run_child(options, "baselines")
+    result["end_to_end"] = end_to_end(options, work)
+    result["engine"] = json.loads((work / "engine.json").read_text())
     if options.disk:
+        options.skip_engine = True
         result["disk"] = {"folder": options.disk, **run_child(options, "host", "--folder", options.disk)}
         result["disk"]["end_to_end"] = end_to_end(options, Path(options.disk))
-    result["end_to_end"] = end_to_end(options, work)
     (work / "result.json").write_text(json.dumps(result, indent=1))
     print_table(result)
     return check(result, options)
@@ -70,13 +66,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--uploaders", type=int, default=2)
     parser.add_argument("--layers", default="dflash")
     parser.add_argument("--no-baselines", action="store_true")
-    parser.add_argument("--engine-only", action="store_true", help="no queue, no worker process")
+    parser.add_argument("--parity", action="store_true", help="compare stored states with fp32 (needs memory for both)")
+    parser.add_argument("--skip-engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
-        options.shape, options.samples = "tiny", min(options.samples, 48)
+        options.shape, options.samples, options.parity = "tiny", min(options.samples, 48), True
     return options
 
 
@@ -100,43 +97,59 @@ def command(part: str, *more: str) -> list[str]:
 
 def run_part(options: argparse.Namespace) -> int:
     """Be a part."""
-    from gpu_worker import WorkerSettings, serve
+    from gpu_worker import WorkerSettings
     from hiddenq.telemetry import configure_logging
 
     work = Path(options.work)
     folder = Path(options.folder) if options.folder else work
-    settings = WorkerSettings(device=options.device, spool=folder / "spool", cache=work / "cache")
+    settings = WorkerSettings(device=options.device, spool=folder / "spool", cache=work / "cache", attention="auto")
     settings.set_environment()
     configure_logging(part=options.part)
-    if options.part == "worker":
-        return serve(settings)
     if options.part == "uploader":
         from uploader import UploaderSettings
         from uploader import serve as upload
 
         return upload(UploaderSettings(spool=folder / "spool", index=options.index, metrics_port=0))
     from benchmarks import parts
-    from benchmarks.workload import SHAPES, make_workload
 
+    if options.part == "worker":
+        return worker(options, settings)
     if options.part == "host":
         parts.print_result(parts.measure_host(folder, options.device))
         return 0
-    models = Path(options.model_folder) if options.model_folder else work
-    models.mkdir(parents=True, exist_ok=True)
-    workload = make_workload(
-        models, options.shape, num_samples=options.samples, device=options.device, tiny=options.tiny
-    )
-    if options.part == "workload":
-        plan(options, workload, work / "engine-run")
-        parts.print_result({"num_samples": len(workload.lengths), "num_tokens": workload.num_tokens})
-    elif options.part == "engine":
-        parts.print_result(parts.run_engine(settings, str(work / "engine-run"), every=options.every))
-    elif options.part == "baselines":
-        from hiddenq.contracts.layers import resolve_target_layers
+    from benchmarks.workload import SHAPES, make_workload
+    from hiddenq.contracts.layers import resolve_target_layers
 
-        layers = list(resolve_target_layers(options.layers, SHAPES[options.shape]().num_hidden_layers))
-        parts.print_result(parts.run_baselines(workload, layers, work / "baseline", options.device))
+    models = models_folder(options)
+    models.mkdir(parents=True, exist_ok=True)
+    workload = make_workload(models, options.shape, num_samples=options.samples, tiny=options.tiny)
+    layers = list(resolve_target_layers(options.layers, SHAPES[options.shape]().num_hidden_layers))
+    result = parts.run_workload(
+        workload, options.shape, layers, work / "baseline", options.device, baselines=not options.no_baselines
+    )
+    plan(options, workload, models / "run")
+    parts.print_result(result)
     return 0
+
+
+def worker(options: argparse.Namespace, settings: Any) -> int:
+    """A worker as it is, but for one thing: once its model is ready, its engine is measured without queue and disk."""
+    from benchmarks import parts
+    from gpu_worker.service import make_ready, serve
+
+    def prepare(settings: Any, config: Any, *arguments: Any, **named: Any) -> Any:
+        ready = make_ready(settings, config, *arguments, **named)
+        if not options.skip_engine:
+            found = parts.measure_engine(ready, config, every=options.every, parity=options.parity)
+            (Path(options.work) / "engine.json").write_text(json.dumps(found))
+        return ready
+
+    return serve(settings, prepare=prepare)
+
+
+def models_folder(options: argparse.Namespace) -> Path:
+    """Where the model and the run's plan lie."""
+    return Path(options.model_folder or options.work)
 
 
 def plan(options: argparse.Namespace, workload: Any, location: Path) -> Any:
@@ -174,7 +187,7 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from hiddenq.storage.runfiles import load_batches, load_run_json
 
     shutil.rmtree(folder / "out", ignore_errors=True)
-    shutil.copytree(Path(options.work) / "engine-run", folder / "out")
+    shutil.copytree(models_folder(options) / "run", folder / "out")
     store = open_store(folder / "out")
     config = load_run_json(store)
     assert config is not None
@@ -198,8 +211,10 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
         save_run(client, record)
         with log_path.open("wb") as log:
-            processes.append(start("worker", folder, log, environment))
-            processes += [start("uploader", folder, log, environment, index) for index in range(options.uploaders)]
+            more = ["--skip-engine"] * options.skip_engine
+            processes.append(start("worker", folder, log, environment, *more))
+            for index in range(options.uploaders):
+                processes.append(start("uploader", folder, log, environment, "--index", str(index)))
         wait_until(lambda: any(w.report.state == "idle" for w in workers(fleet(client))), processes, log_path)
         begun = time.monotonic()
         enqueue(client, record, (batch.job(config.run) for batch in batches))
@@ -234,11 +249,9 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def start(part: str, folder: Path, log: Any, environment: dict[str, str], index: int = 0) -> subprocess.Popen[bytes]:
+def start(part: str, folder: Path, log: Any, environment: dict[str, str], *more: str) -> subprocess.Popen[bytes]:
     """Start a worker or an uploader."""
-    return subprocess.Popen(
-        command(part, "--folder", str(folder), "--index", str(index)), stdout=log, stderr=log, env=environment
-    )
+    return subprocess.Popen(command(part, "--folder", str(folder), *more), stdout=log, stderr=log, env=environment)
 
 
 def workers(snapshot: Any) -> list[Any]:
@@ -281,18 +294,19 @@ def describe_machine(device: str) -> dict[str, str]:
 def print_table(result: dict[str, Any]) -> None:
     """The figures, one row a way of doing it."""
     engine, whole = result["engine"], result["end_to_end"]
-    peer = result.get("baselines", {}).get("peer", {}).get("tokens_per_second")
+    workload = result["workload"]
+    ceiling, peer = workload["ceiling_flops"], workload.get("peer", {}).get("tokens_per_second")
 
     def row(name: str, rate: float, more: str = "") -> None:
-        ceiling = engine["ceiling_flops"]
         mfu = f"{rate * engine['flops_per_token'] / ceiling:.3f}" if ceiling else "-"
         factor = f"{rate / peer:.1f}" if peer else "-"
         print(f"| {name} | {rate:,.0f} | {mfu} | {factor} | {more} |")
 
-    print(json.dumps(result["machine"]))
+    print(json.dumps(result["machine"]), f"matrix ceiling {ceiling / 1e12:.0f} TFLOP/s", sep="\n")
     print("| the same work | tokens/s | useful MFU | x peer | |\n|---|---|---|---|---|")
-    for name, found in result.get("baselines", {}).items():
-        row(name, found["tokens_per_second"])
+    for name in ("peer", "scripts"):
+        if name in workload:
+            row(name, workload[name]["tokens_per_second"])
     row("engine alone, nothing written", engine["tokens_per_second"], f"padding {engine['padding']:.3f}")
     if whole["device_tokens_per_second"]:
         row("worker, first to last batch", whole["device_tokens_per_second"], f"GPU busy {whole['busy_ratio']:.4f}")
@@ -302,13 +316,18 @@ def print_table(result: dict[str, Any]) -> None:
         buffered, synced = (result["disk"][f"{how}_gb_per_second"] for how in ("buffered", "fsync"))
         limits = f"{buffered:.2f} buffered, {synced:.2f} fsync"
         row("end to end, on disk", disk["tokens_per_second"], f"{disk['gb_per_second']:.2f} GB/s ({limits})")
-    print("start:", whole["start"], "\nparity:", engine["parity"], "self-checks:", whole["num_self_checks"])
+    print("start:", whole["start"])
+    print("parity:", engine["parity"], "gather as on the CPU:", engine["gather_equal"], "compiled:", engine["compiled"])
+    print("self-checks:", whole["num_self_checks"], "largest difference", whole["self_check"])
 
 
 def check(result: dict[str, Any], options: argparse.Namespace) -> int:
     """Parity must hold anywhere; 1 if it does not."""
     parity = result["engine"]["parity"] or {"ours": 0.0, "transformers": 0.0}
     floor = 1e-5 if options.tiny else 0.0
+    if not all(result["engine"]["gather_equal"].values()):
+        print("the gather does not give the CPU's bytes")
+        return 1
     if parity["ours"] > max(parity["transformers"] * PARITY_SLACK, floor):
         print(f"error against fp32 is {parity['ours']:.2e}, plain Transformers' {parity['transformers']:.2e}")
         return 1

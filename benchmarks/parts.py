@@ -18,36 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import load_whole, measure_peer, measure_scripts
-from benchmarks.workload import Workload
-from gpu_worker import WorkerSettings
-from gpu_worker.gather import load_states
-from gpu_worker.inputs import PaddedBatch
+from benchmarks.baselines import measure_peer, measure_scripts
+from benchmarks.workload import Workload, build_model, write_workload
+from gpu_worker.gather import Destination, columns_of, load_states, store_states, store_tokens
+from gpu_worker.inputs import PaddedBatch, pad_rows
 from gpu_worker.pipeline import ON_DEVICE, DeviceTime
 from gpu_worker.runs import ServedRun
 from gpu_worker.selfcheck import token_differences
-from gpu_worker.startup import Ready, StartTimes, check_device, make_ready
+from gpu_worker.startup import Ready
+from gpu_worker.warmup import matrix_ceiling
+from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.shard import ShardFormat
 from hiddenq.storage import open_store
-from hiddenq.storage.runfiles import load_batches, load_run_json
+from hiddenq.storage.runfiles import TokenRow, load_batches
 
 PARITY_LENGTHS = (600, 333, 120, 40)
 
 
-def run_engine(settings: WorkerSettings, location: str, *, every: int) -> dict[str, Any]:
+def measure_engine(ready: Ready, config: RunConfig, *, every: int, parity: bool) -> dict[str, Any]:
     """The pipeline's device side alone: the same batches, nothing written, no queue; then parity on a few samples."""
-    times = StartTimes()
-    device = check_device(settings)
-    store = open_store(location)
-    config = load_run_json(store)
-    assert config is not None
-    ready = make_ready(settings, config, device, gpu_name="", times=times)
+    store = open_store(Path(config.model.model).parent / "run")
     run = ServedRun(config=config, store=store, shard_format=ready.extractor.shard_format, extractor=ready.extractor)
     plan = load_batches(store)[::every]
     batches: queue.Queue[PaddedBatch | None] = queue.Queue(maxsize=2)
+    on_gpu = ready.engine.device.type == "cuda"
 
     def feed() -> None:
         for batch in plan:
-            batches.put(run.prepare(batch.job(config.run), pinned=device.type == "cuda"))
+            batches.put(run.prepare(batch.job(config.run), pinned=on_gpu))
         batches.put(None)
 
     threading.Thread(target=feed, daemon=True).start()
@@ -60,12 +58,45 @@ def run_engine(settings: WorkerSettings, location: str, *, every: int) -> dict[s
         "tokens_per_second": tokens / span,
         "busy_ratio": used.busy_seconds / span,
         "flops_per_token": ready.flops_per_token,
-        "ceiling_flops": ready.ceiling_flops,
         "compiled": ready.host.compiled,
-        "start": times.rounded(),
-        "parity": measure_parity(ready, config.model.model, str(device)),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        "kernels": ready.host.kernels,
+        "gather_equal": check_gather(ready.engine.device),
+        "parity": measure_parity(ready, config.model.model) if parity else None,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
     }
+
+
+def check_gather(device: torch.device) -> dict[str, bool]:
+    """Whether this device's gather gives the CPU's bytes, by storage dtype."""
+    equal = {}
+    for storage in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
+        layers = ShardFormat(
+            target_layer_ids=(1, 3, 2), hidden_size=512, model_dtype="float32", storage_dtype=storage,
+            final_hidden_state=True,
+        )  # fmt: skip
+        lengths = (5, 90, 1, 127)
+        begins = tuple(sum(lengths[:row]) * layers.bytes_per_token for row in range(4))
+        generator = torch.Generator().manual_seed(0)
+        columns = columns_of(layers)
+        states = [torch.randn(4, 127, 512, generator=generator) for _ in columns]
+        payloads = []
+        for place in (torch.device("cpu"), device):
+            destination = Destination(
+                payload=torch.zeros(sum(lengths) * layers.bytes_per_token, dtype=torch.uint8, device=place),
+                lengths_B=torch.tensor(lengths, dtype=torch.int32, device=place),
+                begins_B=torch.tensor(begins, device=place),
+                nonfinite_CB=torch.zeros(len(columns), 4, dtype=torch.int32, device=place),
+                bytes_per_token=layers.bytes_per_token,
+                host_lengths=lengths,
+                host_begins=begins,
+            )
+            for index, column in enumerate(columns):
+                store_states(column, index, states[index].to(place), destination)
+            ids_BS = torch.arange(4 * 127, device=place).view(4, 127)
+            store_tokens(ids_BS, ids_BS.remainder(2).to(torch.uint8), destination)
+            payloads.append(destination.payload.cpu())
+        equal[storage] = torch.equal(*payloads)
+    return equal
 
 
 def _drive(ready: Ready, batches: queue.Queue[PaddedBatch | None]) -> DeviceTime:
@@ -92,19 +123,17 @@ def _drive(ready: Ready, batches: queue.Queue[PaddedBatch | None]) -> DeviceTime
 
 
 @torch.inference_mode()
-def measure_parity(ready: Ready, path: str, device: str) -> dict[str, float] | None:
+def measure_parity(ready: Ready, path: str) -> dict[str, float] | None:
     """Relative error of the stored states against fp32, ours (batched) and plain Transformers' (one sample, eager).
 
     None where the model does not fit beside its copy in fp32.
     """
+    device = str(ready.engine.device)
     if device != "cpu":
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < 5 * sum(weight.numel() for weight in ready.decoder.model.parameters()):
             return None
     from transformers import AutoModel
-
-    from gpu_worker.inputs import pad_rows
-    from hiddenq.storage.runfiles import TokenRow
 
     generator = torch.Generator().manual_seed(3)
     vocab_size = ready.decoder.model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
@@ -146,13 +175,28 @@ def measure_parity(ready: Ready, path: str, device: str) -> dict[str, float] | N
     return {"ours": error(ours), "transformers": error(theirs)}
 
 
-def run_baselines(workload: Workload, layers: list[int], out: Path, device: str) -> dict[str, Any]:
-    """Both baselines, on one loaded model."""
-    model = load_whole(workload, device)
-    return {
-        "peer": measure_peer(model, workload, layers, out, device=device),
-        "scripts": measure_scripts(model, workload, layers, out, device=device),
+def measure_ceiling(device: str) -> float:
+    """Operations a second of large matrix products on a cool device: the best of three rounds."""
+    if device == "cpu":
+        return 0.0
+    return max(matrix_ceiling(torch.device(device), torch.bfloat16, rounds=20) for _ in range(3))
+
+
+def run_workload(
+    workload: Workload, shape: str, layers: list[int], out: Path, device: str, *, baselines: bool
+) -> dict[str, Any]:
+    """Build the model, run the baselines on it, and save it for the worker."""
+    result: dict[str, Any] = {
+        "num_samples": len(workload.lengths),
+        "num_tokens": workload.num_tokens,
+        "ceiling_flops": measure_ceiling(device),
     }
+    model = build_model(shape, device)
+    if baselines:
+        result["peer"] = measure_peer(model, workload, layers, out, device=device)
+        result["scripts"] = measure_scripts(model, workload, layers, out, device=device)
+    write_workload(workload, model)
+    return result
 
 
 def measure_host(folder: Path, device: str) -> dict[str, float]:

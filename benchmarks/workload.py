@@ -57,38 +57,35 @@ class Workload:
         return [generator.integers(3, self.vocab_size, length).tolist() for length in self.lengths]
 
 
-def make_workload(folder: Path, shape: str, *, num_samples: int, device: str, tiny: bool) -> Workload:
-    """Write the model (once) and the samples."""
-    config = SHAPES[shape]()
-    model = folder / "model"
-    if not (model / "config.json").exists():
-        _write_model(model, config, device)
+def make_workload(folder: Path, shape: str, *, num_samples: int, tiny: bool) -> Workload:
+    """The samples, and where the model's folder will be."""
     generator = torch.Generator().manual_seed(0)
     scale, longest = (0.05, MAX_LENGTH // 16) if tiny else (1.0, MAX_LENGTH)
     lengths = torch.exp(torch.randn(num_samples, generator=generator) * 0.9 + 5.9) * scale
-    workload = Workload(
-        model=model,
+    return Workload(
+        model=folder / "model",
         data=folder / "data.jsonl",
         lengths=lengths.clamp(MIN_LENGTH, longest).long().tolist(),
-        vocab_size=config.vocab_size,
+        vocab_size=SHAPES[shape]().vocab_size,
     )
+
+
+def build_model(shape: str, device: str) -> Any:
+    """The whole causal model with seeded random weights."""
+    config = SHAPES[shape]()
+    torch.manual_seed(0)
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, str(config.dtype).removeprefix("torch.")))
+    try:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config).eval()
+    finally:
+        torch.set_default_dtype(former)
+
+
+def write_workload(workload: Workload, model: Any) -> None:
+    """Write the model's folder and the data file."""
+    model.save_pretrained(workload.model)
     with workload.data.open("w") as file:
         for row in workload.rows():
             file.write(json.dumps({"input_ids": row}) + "\n")
-    return workload
-
-
-def _write_model(folder: Path, config: Any, device: str) -> None:
-    torch.manual_seed(0)
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(former)
-    model.save_pretrained(folder)
-    del model
-    if device != "cpu":
-        torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ Invariant: every claim that enters ends in exactly one of publish, fail, hand ba
 back to the ring and every reserved file is published or discarded, whatever raised. At most `ON_DEVICE` batches are on
 the device, so a batch that kills it drags down few others; the rest of the work overlaps with them.
 
-    feed ──► this thread: launch ──► collector: wait for the device, finite? ──► writers: write, rename, publish
+    feed ──► this thread: launch ──► collector: wait for the device ──► publisher: finite? write, rename, publish
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpu_worker.feed import Feed, Work
 from gpu_worker.gather import name_nonfinite
 from gpu_worker.report import WorkerStatus
 from gpu_worker.selfcheck import TOLERANCES
-from gpu_worker.writing import publish_shard, write_shard
+from gpu_worker.writing import ShardWriter, publish_shard
 from hiddenq import telemetry
 from hiddenq.contracts.errors import LeaseLost, NonFiniteStates, RedisAway
 from hiddenq.contracts.manifest import SelfCheck
@@ -80,9 +80,8 @@ class Pipeline:
         self._room = threading.Semaphore(ON_DEVICE)
         self._fatal: BaseException | None = None
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
-        self._writers = [
-            threading.Thread(target=self._write, name=f"writer-{number}", daemon=True) for number in range(num_writers)
-        ]
+        self._publisher = threading.Thread(target=self._publish, name="publisher", daemon=True)
+        self._writer = ShardWriter(num_writers)
 
     def run(self) -> None:
         """Work until told to stop; what is on the device then is finished, what is not is handed back.
@@ -91,7 +90,7 @@ class Pipeline:
             DeviceLost: the device is gone.
             UserError: what the user has to mend, met in any thread.
         """
-        for thread in (self._collector, *self._writers):
+        for thread in (self._collector, self._publisher):
             thread.start()
         self._feed.start()
         idle_since: float | None = None
@@ -102,7 +101,7 @@ class Pipeline:
                 if work is not None:
                     idle_since = None
                     self._launch(work)
-                elif self._room._value == ON_DEVICE:
+                elif self._status.num_on_device == 0:
                     idle_since = self._idle(idle_since)
             self._status.become("draining", "finishing what is on the device")
         finally:
@@ -123,10 +122,9 @@ class Pipeline:
         self._feed.close()
         self._launched.put(None)
         self._collector.join()
-        for _ in self._writers:
-            self._finished.put(None)
-        for thread in self._writers:
-            thread.join()
+        self._finished.put(None)
+        self._publisher.join()
+        self._writer.close()
 
     def _idle(self, since: float | None) -> float:
         now = time.monotonic()
@@ -196,7 +194,7 @@ class Pipeline:
 
     # The spool
 
-    def _write(self) -> None:
+    def _publish(self) -> None:
         telemetry.bind(worker=self._consumer.name)
         while (item := self._finished.get()) is not None:
             work, launched = item
@@ -205,7 +203,7 @@ class Pipeline:
                 self._refuse_nonfinite(work, launched)
                 self._consumer.enter(work.claim, "write")
                 with self._status.metrics.stage_seconds.labels("write").time():
-                    written = write_shard(work.file, work.layout, launched.payload)
+                    written = self._writer.write(work.file, work.layout, launched.payload)
                 self._ring.give(launched.slot)
                 slot = None
                 with self._status.metrics.stage_seconds.labels("publish").time():

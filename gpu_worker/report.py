@@ -86,6 +86,11 @@ class WorkerStatus:
         with self._lock:
             self._on_device.pop(batch_id, None)
 
+    @property
+    def num_on_device(self) -> int:
+        """Batches on the device."""
+        return len(self._on_device)
+
     def busy(self, seconds: float) -> None:
         """So long the device had a batch to run."""
         self.metrics.gpu_busy_seconds.inc(max(0.0, seconds))

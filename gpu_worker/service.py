@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -39,8 +40,10 @@ DEVICE_LOST_STATUS = 71
 LOOK_FOR_RUN_SECONDS = 1.0
 
 
-def serve(settings: WorkerSettings) -> int:
+def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_ready) -> int:
     """Run one GPU worker until it is told to stop; returns the exit status.
+
+    `prepare` makes the model ready (a benchmark measures in between).
 
     Raises:
         UserError: settings, model, run, Redis or store, for the user to mend.
@@ -68,7 +71,7 @@ def serve(settings: WorkerSettings) -> int:
     try:
         consumer.start()
         store = open_location(record)
-        ready = make_ready(settings, record.config, device, gpu_name=gpu_name, times=times)
+        ready = prepare(settings, record.config, device, gpu_name=gpu_name, times=times)
         served = serve_run(client, record, store, ready.extractor)
         _announce(status, ready, record)
         telemetry.logger().info(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hiddenq.contracts import names
-from hiddenq.contracts.checksum import Crc64Nvme
+from hiddenq.contracts.checksum import Crc64Nvme, of_parts
 from hiddenq.contracts.errors import LeaseLost
 from hiddenq.contracts.messages import BatchJob, ShardReady
 from hiddenq.contracts.shard import ShardLayout
@@ -22,7 +23,7 @@ from hiddenq.delivery import Claim
 from hiddenq.storage import Spool, SpoolFile
 
 CHUNK_BYTES = 32 << 20
-"""Written at once: large enough to be cheap, small enough that the checksum reads it from a cache."""
+"""Written at once, by one of several threads: a block of a gigabyte is on its way in a fraction of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +34,28 @@ class Written:
     num_bytes: int
 
 
-def write_shard(file: SpoolFile, layout: ShardLayout, payload: Tensor) -> Written:
-    """Write header and payload into a reserved file of just that size.
+class ShardWriter:
+    """Writes shards with several threads: checksum and write leave the interpreter's lock alone."""
 
-    Raises:
-        OSError: the disk is full or broken.
-    """
-    crc, position = Crc64Nvme(), 0
-    for block in (memoryview(layout.header), payload.numpy().data):
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="write")
+
+    def write(self, file: SpoolFile, layout: ShardLayout, payload: Tensor) -> Written:
+        """Write header and payload into a reserved file of just that size.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
+        chunks: list[tuple[memoryview, int]] = [(memoryview(layout.header), 0)]
+        block = payload.numpy().data
         for first in range(0, len(block), CHUNK_BYTES):
-            chunk = block[first : first + CHUNK_BYTES]
-            crc.update(chunk)
-            position += _write_all(file.fd, chunk, position)
-    return Written(checksum=crc.value, num_bytes=position)
+            chunks.append((block[first : first + CHUNK_BYTES], layout.data_offset + first))
+        parts = list(self._pool.map(lambda chunk: _write_chunk(file.fd, *chunk), chunks))
+        return Written(checksum=of_parts(parts), num_bytes=sum(num_bytes for _, num_bytes in parts))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
 
 
 def publish_shard(
@@ -83,8 +93,10 @@ def publish_shard(
     return shard
 
 
-def _write_all(descriptor: int, data: memoryview, position: int) -> int:
-    written = 0
+def _write_chunk(descriptor: int, data: memoryview, position: int) -> tuple[str, int]:
+    """Checksum and write a piece of the file; returns the checksum and its size."""
+    crc, written = Crc64Nvme(), 0
+    crc.update(data)
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], position + written)
-    return written
+    return crc.value, written
