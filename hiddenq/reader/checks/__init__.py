@@ -4,8 +4,9 @@ Consumes a run's location, produces a `VerifyReport`; what it says rests on `run
 written before the first shard. It never writes.
 
     plan.py       run.json, batches, rejects, index, manifest      shard.py      one shard in one pass
-    norms.py      what only shows over many samples (`deep`)       recompute.py  samples from the model again
-    report.py     findings and what to do about them
+    values.py     stored words as numbers                          norms.py      samples against each other (`deep`)
+    recompute.py  samples from the model again                     budget.py     a bound on memory
+    report.py     findings and what to do about them               verify.py     the order of it all
 """
 
 from hiddenq.reader.checks.report import Finding, Recomputed, VerifyReport

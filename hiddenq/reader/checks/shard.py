@@ -9,7 +9,7 @@ Shape legend: S tokens, K target layers, H hidden size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +20,17 @@ from hiddenq.contracts.checksum import Crc64Nvme
 from hiddenq.contracts.errors import DamagedShard, ObjectMissing
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat, TensorSpec, header_num_bytes, parse_header
+from hiddenq.reader.checks import values
+from hiddenq.reader.checks.budget import ByteBudget
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.index import samples_of
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import TokenRow
 
 READ_BYTES = 16 << 20
-"""Bytes asked for at a time."""
-_MAGNITUDE = {"BF16": ("<u2", 0x7FFF, 0x7F80), "F16": ("<u2", 0x7FFF, 0x7C00), "F32": ("<u4", 0x7FFFFFFF, 0x7F800000)}
-"""By dtype: the word, its bits without the sign, and the smallest word that is not finite."""
-_FP8 = ("u1", 0x7F, 0x7F)
-_MAX_ZERO_SHARE = 0.1
+"""Bytes asked for at a time, unless one sample is larger."""
+MAX_ZERO_SHARE = 0.1
+"""Share of a layer's vectors in a sample that may be all zeros."""
 
 
 @dataclass
@@ -55,6 +55,7 @@ def check_shard(
     rows: Sequence[TokenRow],
     config: RunConfig,
     findings: Findings,
+    budget: ByteBudget,
     *,
     deep: bool = False,
 ) -> ShardOutcome:
@@ -62,7 +63,7 @@ def check_shard(
     outcome = ShardOutcome()
     stream = _Stream(store, info)
     try:
-        _check(stream, rows, config, findings, outcome, deep=deep)
+        _check(stream, rows, config, findings, outcome, budget, deep=deep)
     except (DamagedShard, ObjectMissing) as error:
         findings.add("damaged_shard", info.key, str(error).removeprefix(f"{info.key}: "))
     outcome.num_bytes = stream.position
@@ -75,6 +76,7 @@ def _check(
     config: RunConfig,
     findings: Findings,
     outcome: ShardOutcome,
+    budget: ByteBudget,
     *,
     deep: bool,
 ) -> None:
@@ -94,16 +96,33 @@ def _check(
     except DamagedShard as error:
         findings.add("layout", key, str(error).removeprefix(f"{key}: "))
         samples = ()
-    begin = 0
-    for sample_id, num_tokens in samples:
-        outcome.offsets[sample_id] = (size + begin, num_tokens)
-        outcome.num_tokens += num_tokens
-        tensors = shard_format.sample_tensors(sample_id, num_tokens, begin)
-        begin = tensors[-1].end
-        _check_sample(key, stream, tensors, expected[sample_id], config, findings, outcome, deep=deep)
+    for group in _groups(samples, shard_format.bytes_per_token):
+        num_bytes = sum(num_tokens for _, num_tokens in group) * shard_format.bytes_per_token
+        with budget.taken(num_bytes):
+            begin, data = stream.position, stream.take(num_bytes)
+            for sample_id, num_tokens in group:
+                outcome.offsets[sample_id] = (begin, num_tokens)
+                outcome.num_tokens += num_tokens
+                tensors = shard_format.sample_tensors(sample_id, num_tokens, begin - stream.position + num_bytes)
+                begin += tensors[-1].end - tensors[0].begin
+                _check_sample(key, data, tensors, expected[sample_id], config, findings, outcome, deep=deep)
     while stream.left:
         stream.take(min(READ_BYTES, stream.left))
     outcome.checksum = stream.crc.value
+
+
+def _groups(samples: Sequence[tuple[int, int]], bytes_per_token: int) -> Iterator[list[tuple[int, int]]]:
+    """Samples that follow one another, as many as one read takes, but at least one."""
+    group: list[tuple[int, int]] = []
+    num_tokens = 0
+    for sample in samples:
+        if group and (num_tokens + sample[1]) * bytes_per_token > READ_BYTES:
+            yield group
+            group, num_tokens = [], 0
+        group.append(sample)
+        num_tokens += sample[1]
+    if group:
+        yield group
 
 
 def _check_metadata(key: str, metadata: dict[str, Any], config: RunConfig, findings: Findings) -> None:
@@ -127,7 +146,7 @@ def _difference(expected: dict[int, TokenRow], found: dict[int, int]) -> str:
 
 def _check_sample(
     key: str,
-    stream: _Stream,
+    group: memoryview,
     tensors: Sequence[TensorSpec],
     row: TokenRow,
     config: RunConfig,
@@ -142,9 +161,8 @@ def _check_sample(
     digest = hashlib.blake2b(digest_size=16)
     for spec in tensors:
         name = spec.name.partition(".")[2]
-        data = stream.take(spec.end - spec.begin)
-        word = {"I64": "<i8", "F8_E4M3": "u1"}.get(spec.dtype) or _MAGNITUDE[spec.dtype][0]
-        array = np.frombuffer(data, word).reshape(spec.shape)
+        data = group[spec.begin : spec.end]
+        array = np.frombuffer(data, values.WORDS[spec.dtype]).reshape(spec.shape)
         arrays[name] = array
         if name in ("input_ids", "loss_mask"):
             planned = row.input_ids if name == "input_ids" else row.loss_mask
@@ -159,24 +177,23 @@ def _check_sample(
             digest.update(data)
     if deep:
         outcome.digests[row.sample_id] = digest.digest()
-        outcome.norms[row.sample_id] = _log_norms(arrays, dtypes)
+        outcome.norms[row.sample_id] = values.log_norms(arrays, dtypes)
     _check_final(where, arrays, config, findings)
 
 
 def _check_magnitudes(
     where: str, name: str, dtype: str, words: npt.NDArray[Any], config: RunConfig, findings: Findings
 ) -> None:
-    """Non-finite words and vectors of zeros, without leaving integers: one pass over the tensor."""
-    _, mask, not_finite = _MAGNITUDE.get(dtype, _FP8)
-    peaks = (words & mask).max(axis=-1)  # [S, K] or [S]
-    if (peaks >= not_finite).any():
-        token, *layer = (int(at[0]) for at in np.nonzero(peaks >= not_finite))
+    """Values that are not finite, and vectors of zeros where states should be."""
+    not_finite, zero = values.odd_vectors(words, dtype)  # [S, K] or [S]
+    if not_finite.any():
+        token, *layer = (int(at[0]) for at in np.nonzero(not_finite))
         findings.add("non_finite", where, f"{_layer(name, layer, config)}: NaN or Inf at token {token}")
-    num_zero = np.atleast_1d((peaks == 0).sum(axis=0))
-    if (num_zero > 1).any() and num_zero.max() > _MAX_ZERO_SHARE * len(peaks):
-        layer = [int(num_zero.argmax())] if peaks.ndim > 1 else []
+    num_zero = np.atleast_1d(zero.sum(axis=0))
+    if num_zero.max() > max(1, MAX_ZERO_SHARE * len(zero)):
+        layer = [int(num_zero.argmax())] if zero.ndim > 1 else []
         findings.add(
-            "zero_states", where, f"{_layer(name, layer, config)}: {num_zero.max()} of {len(peaks)} vectors are zero"
+            "zero_states", where, f"{_layer(name, layer, config)}: {num_zero.max()} of {len(zero)} vectors are zero"
         )
 
 
@@ -194,42 +211,6 @@ def _check_final(where: str, arrays: dict[str, npt.NDArray[Any]], config: RunCon
         findings.add("final_state", where, f"layer {last} is the last one, but differs from final_hidden_state")
 
 
-def _log_norms(arrays: dict[str, npt.NDArray[Any]], dtypes: dict[str, str]) -> npt.NDArray[np.float32]:
-    """Mean over tokens of the log2 of the vectors' norms: each target layer, then the final state."""
-    means = []
-    for name in ("hidden_states", "final_hidden_state"):
-        if name not in arrays:
-            continue
-        floats = as_float32(arrays[name], dtypes[name])
-        if name == "hidden_states" and "hidden_states_scale" in arrays:
-            floats = floats * as_float32(arrays["hidden_states_scale"], "F32")
-        squares = np.einsum("...h,...h->...", floats, floats)
-        with np.errstate(invalid="ignore"):
-            means.append(np.atleast_1d(0.5 * np.log2(np.maximum(squares, 1e-30)).mean(axis=0)))
-    return np.concatenate(means).astype(np.float32) if means else np.zeros(0, np.float32)
-
-
-def as_float32(words: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Stored words as float32 values."""
-    if dtype == "BF16":
-        return (words.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "F8_E4M3":
-        return np.take(_FP8_VALUES, words)
-    return words.view("<f2" if dtype == "F16" else "<f4").astype(np.float32)
-
-
-def _fp8_values() -> npt.NDArray[np.float32]:
-    """Every value of e4m3fn: sign, 4 exponent bits (bias 7), 3 mantissa bits, NaN at 0x7F."""
-    code = np.arange(128)
-    exponent, mantissa = code >> 3, code & 7
-    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    values[127] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
-
-
-_FP8_VALUES = _fp8_values()
-
-
 class _Stream:
     """An object's bytes in order, each asked for once; the checksum is over what was handed out."""
 
@@ -238,7 +219,6 @@ class _Stream:
         self.position = 0
         self.crc = Crc64Nvme()
         self._store = store
-        self._ahead = memoryview(b"")
 
     @property
     def left(self) -> int:
@@ -251,17 +231,12 @@ class _Stream:
         Raises:
             DamagedShard: the object ends before.
         """
-        if num_bytes > len(self._ahead):
-            begin = self.position + len(self._ahead)
-            end = min(self.info.num_bytes, max(begin + READ_BYTES, self.position + num_bytes))
-            more = self._store.get_bytes(self.info.key, begin, end) if end > begin else b""
-            self._ahead = memoryview(bytes(self._ahead) + more if len(self._ahead) else more)
-        if num_bytes > len(self._ahead):
-            have = self.position + len(self._ahead)
+        data = self._store.get_bytes(self.info.key, self.position, self.position + num_bytes) if num_bytes else b""
+        if len(data) != num_bytes:
+            have = self.position + len(data)
             raise DamagedShard(
                 f"{self.info.key}: ends after {have} bytes; expected {self.position + num_bytes} or more"
             )
-        taken, self._ahead = self._ahead[:num_bytes], self._ahead[num_bytes:]
         self.position += num_bytes
-        self.crc.update(taken)
-        return taken
+        self.crc.update(data)
+        return memoryview(data)

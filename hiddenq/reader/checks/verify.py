@@ -19,6 +19,7 @@ from hiddenq.contracts.errors import BadMessage, DamagedShard, HiddenqError, Unk
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks import norms
+from hiddenq.reader.checks.budget import ByteBudget
 from hiddenq.reader.checks.plan import check_batches, check_manifest, check_rows, check_totals, choose_shards
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
@@ -26,6 +27,8 @@ from hiddenq.reader.index import SampleIndex
 from hiddenq.reader.run import load_config, open_run
 from hiddenq.storage import ObjectInfo, ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import TokenRow, read_token_rows
+
+MAX_HELD_BYTES = 1 << 30
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes in all."""
@@ -48,7 +51,7 @@ def verify(
     Args:
         recompute: so many random samples are computed from the model again and compared.
         deep: also compare samples with each other: layers in another order, states that stand under two ids.
-        threads: shards read at a time; each takes 16 MiB and its largest sample.
+        threads: shards read at a time; together they hold 1 GiB at most, or one larger sample.
         model: where the model lies here, if not where `run.json` says.
         device: torch device of the recomputation.
         seed: of the choice of samples to recompute; None for another one each time.
@@ -106,6 +109,7 @@ class _Sweep:
             self.batches, self.index, self.objects, finished=self.manifest is not None, findings=findings
         )
         self._numbers = {key: number for number, key in enumerate(self.index.shard_keys)} if self.index else {}
+        self._budget = ByteBudget(MAX_HELD_BYTES)
         self._progress, self._done, self._lock = progress, 0, threading.Lock()
         self._total = sum(self.objects[key].num_bytes for key in self.chosen.values() if key in self.objects)
 
@@ -144,7 +148,7 @@ class _Sweep:
                     "missing_shard", f"batch {batch.batch_id}", f"{key or 'its shard'} is not there ({_samples(rows)})"
                 )
             return None
-        outcome = check_shard(self.store, info, rows, self.config, self.findings, deep=self.deep)
+        outcome = check_shard(self.store, info, rows, self.config, self.findings, self._budget, deep=self.deep)
         if outcome.checksum:
             self._compare(info, rows, outcome)
         with self._lock:
