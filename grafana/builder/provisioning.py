@@ -26,6 +26,8 @@ from grafana.builder.rules import runbook_anchor
 
 DATASOURCE_UID = "hiddenq-prometheus"
 FOLDER = "hiddenq"
+INTERVAL_SECONDS = 20
+"""Between two evaluations; Grafana takes multiples of 10 only."""
 
 
 def datasources() -> dict[str, Any]:
@@ -86,7 +88,7 @@ def alert_rules() -> dict[str, Any]:
     rules = [_rule(alert) for alert in alerts()]
     return {
         "apiVersion": 1,
-        "groups": [{"orgId": 1, "name": "hiddenq", "folder": FOLDER, "interval": "15s", "rules": rules}],
+        "groups": [{"orgId": 1, "name": "hiddenq", "folder": FOLDER, "interval": f"{INTERVAL_SECONDS}s", "rules": rules}],
     }
 
 

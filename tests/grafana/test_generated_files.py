@@ -100,6 +100,7 @@ def test_grafanas_alerts_are_the_prometheus_rules() -> None:
     (rules,) = yaml.safe_load((ROOT / "rules" / "hiddenq.yaml").read_text())["groups"]
     (managed,) = yaml.safe_load((ROOT / "provisioning" / "alerting" / "rules.yaml").read_text())["groups"]
     assert len(rules["rules"]) == len(managed["rules"]) == len(alerts())
+    assert int(managed["interval"].removesuffix("s")) % 10 == 0, "Grafana refuses other intervals"
     for rule, copy in zip(rules["rules"], managed["rules"], strict=True):
         query, math, threshold = copy["data"]
         assert copy["title"] == rule["alert"]
