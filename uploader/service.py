@@ -98,7 +98,7 @@ class Uploader:
         self._status = status
         self._settings = settings
         self._runs = Runs(client, spool, settings, status)
-        self._upload = ShardUpload(consumer, spool, self._runs, status, settings, after_commit=self._finish_if_over)
+        self._upload = ShardUpload(consumer, spool, self._runs, status, settings, after_commit=self._finish_if_complete)
         self._reconciler = Reconciler(client, spool, self._runs, _delivery(client), consumer.stopping)
         self._finished: dict[str, tuple[int, int]] = {}
         """By run: committed and dead batches when it was last finished."""
@@ -155,6 +155,12 @@ class Uploader:
             telemetry.logger().warning("oversight_postponed", error=str(error))
         except Exception:
             telemetry.logger().exception("oversight_failed")
+
+    def _finish_if_complete(self, run: OpenRun) -> None:
+        """Finish a run whose last batch has just been committed; what is not done now, the next look does."""
+        with contextlib.suppress(RedisAway):
+            if run.ledger.totals().num_batches >= run.config.num_batches:
+                self._finish_if_over(run)
 
     def _finish_if_over(self, run: OpenRun) -> None:
         """Finish a run whose batches are all committed or dead letters, once for each such state."""
