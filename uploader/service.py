@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from hiddenq import telemetry
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import HiddenqError, RetryableError
+from hiddenq.contracts.errors import HiddenqError, RedisAway, RetryableError
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.delivery import (
     Consumer,
