@@ -16,6 +16,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+ROLES = ("user", "assistant")
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -66,10 +67,8 @@ def _conversations() -> Iterator[dict[str, Any]]:
     chats = json.loads(packaged_file("chitchat-dataset", "chitchat_dataset/dataset.json").read_text(encoding="utf-8"))
     for chat in chats.values():
         turns = ("\n".join(line["text"] for line in turn).strip() for turn in chat["messages"])
-        messages = [
-            {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(filter(None, turns))
-        ]
-        yield {"messages": messages}
+        said = filter(None, turns)
+        yield {"messages": [{"role": ROLES[number % 2], "content": text} for number, text in enumerate(said)]}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ Everything else is under the `hiddenq` command.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,5 @@ __all__ = ["HiddenStatesDataset", "__version__", "open_run"]
 
 def __getattr__(name: str) -> Any:
     if name in ("open_run", "HiddenStatesDataset"):
-        from hiddenq import reader
-
-        return getattr(reader, name)
+        return getattr(importlib.import_module("hiddenq.reader"), name)  # torch only for those who read
     raise AttributeError(f"module 'hiddenq' has no attribute {name!r}")
