@@ -1,0 +1,206 @@
+"""Docker, for real: the images build, the stack does the demo's work, survives, is joined by a machine, and goes away.
+
+One stack serves all of these tests, in this order; each looks at one promise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.docker import ROOT, docker, require_engine
+from tests.deploy.stack import (
+    JOINED,
+    LAN,
+    PROJECT,
+    SECRETS,
+    TARGETS,
+    VERSION,
+    Output,
+    Stack,
+    build_images,
+    first_machine,
+    prometheus,
+    second_machine,
+    wait,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PYTHON_SLIM_BYTES = 130 << 20
+"""What python:3.11-slim-bookworm weighs where it can be pulled; what stands in for it here is larger."""
+MAX_BYTES = 400 << 20
+OURS = ("credentials", "monitor", "uploader", "worker", "produce")
+
+
+@pytest.fixture(scope="module")
+def images() -> None:
+    require_engine()
+    build_images()
+
+
+@pytest.fixture(scope="module")
+def lan(images: None) -> Iterator[str]:
+    """The wire between two machines; yields the address that the first one has on it."""
+    docker("network", "create", LAN, check=False)
+    [network] = json.loads(docker("network", "inspect", LAN))
+    yield network["IPAM"]["Config"][0]["Gateway"]
+    docker("network", "rm", LAN, check=False)
+
+
+@pytest.fixture(scope="module")
+def stack(lan: str) -> Iterator[Stack]:
+    node = first_machine(lan)
+    node.compose("down", "--volumes", "--remove-orphans", "--timeout", "1", check=False)
+    try:
+        node.compose("up", "--detach", "--quiet-pull")
+        yield node
+    finally:
+        node.down()
+
+
+@pytest.fixture(autouse=True)
+def _store_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "demo")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS["AWS_SECRET_ACCESS_KEY"])
+
+
+def run_of(name: str) -> str:
+    config = Output(f"s3://demo/{name}").config
+    assert config is not None
+    return config.run
+
+
+def size_of(image: str) -> int:
+    return int(json.loads(docker("image", "inspect", image))[0]["Size"])
+
+
+@pytest.mark.parametrize("target", ["producer", "uploader", "monitor"])
+def test_a_cpu_image_has_no_torch_and_is_under_400_mb(images: None, target: str) -> None:
+    [base] = re.findall(r"^ARG PYTHON=(\S+)", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    ours = size_of(f"hiddenq-{target}:{VERSION}") - size_of(base)
+    assert ours + PYTHON_SLIM_BYTES < MAX_BYTES, f"{target}: {ours >> 20} MiB over its base"
+    look = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ('torch', 'pip'))))"
+    docker("run", "--rm", "--network=none", "--entrypoint=python", f"hiddenq-{target}:{VERSION}", "-c", look)
+
+
+def test_images_say_what_they_are_and_run_as_somebody(images: None) -> None:
+    for target in TARGETS[:4]:
+        [image] = json.loads(docker("image", "inspect", f"hiddenq-{target}:{VERSION}"))
+        assert image["Config"]["Labels"]["org.opencontainers.image.title"] == "hiddenq"
+        assert re.fullmatch(r"1000[1-4]:10000", image["Config"]["User"])
+
+
+def test_the_demo_runs_to_its_end_and_its_result_is_right(stack: Stack) -> None:
+    output = Output("s3://demo/run")
+    wait(output.is_complete, "the demo's manifest.json")
+    output.check()
+    assert (config := output.config) is not None
+    assert config.num_samples >= 10
+    ended = stack.containers()
+    assert {name: ended[name]["ExitCode"] for name in ("credentials", "demo-input", "produce")} == {
+        "credentials": 0, "demo-input": 0, "produce": 0
+    }  # fmt: skip
+
+
+def test_every_long_lived_service_is_healthy(stack: Stack) -> None:
+    services = ("redis", "monitor", "uploader", "worker", "prometheus", "demo-store")
+    wait(lambda: stack.is_healthy(*services), "health of every service", seconds=60)
+
+
+def test_prometheus_discovers_and_scrapes_worker_uploader_and_monitor(stack: Stack) -> None:
+    def roles() -> bool:
+        up = {line["metric"].get("role", "monitor") for line in prometheus("up == 1")}
+        return {"monitor", "gpu_worker", "uploader"} <= up
+
+    wait(roles, "every target up", seconds=90)
+    [complete] = wait(lambda: prometheus("hiddenq_monitor_run_complete == 1"), "the run in Prometheus")
+    assert complete["metric"]["run"] == run_of("run")
+
+
+def test_an_operator_sees_the_fleet_and_status_is_complete(stack: Stack) -> None:
+    status = json.loads(
+        stack.compose("run", "--rm", "--no-deps", "operator", "status", "--run", run_of("run"), "--json")
+    )
+    assert "first" in json.dumps(status)
+
+
+def test_a_killed_worker_comes_back_by_itself_and_its_run_is_finished(stack: Stack) -> None:
+    output = Output("s3://demo/killed")
+    stack.produce(output.uri, limit=40)
+    wait(output.has_shards, "a first shard")
+    stack.kill_process("worker")
+    wait(output.is_complete, "manifest.json after the kill")
+    output.check()
+    assert stack.inspect("worker")["RestartCount"] >= 1
+
+
+def test_a_second_machine_joins_with_two_settings_and_does_the_work_alone(
+    stack: Stack, lan: str, tmp_path: Path
+) -> None:
+    password = tmp_path / "join-password"
+    password.write_text(stack.compose("run", "--rm", "--no-deps", "credentials", "show", "join"))
+    stack.compose("stop", "worker", "uploader")
+    joined = second_machine(lan, password)
+    try:
+        joined.compose("up", "--detach")
+        output = Output("s3://demo/joined")
+        stack.produce(output.uri, limit=8)
+        wait(output.is_complete, "manifest.json by the second machine")
+        output.check()
+        wait(
+            lambda: (
+                {line["metric"].get("role") for line in prometheus('up{host="second"} == 1')}
+                >= {"gpu_worker", "uploader"}
+            ),
+            "the second machine in Prometheus",
+            seconds=90,
+        )
+        stack.compose("run", "--rm", "--no-deps", "operator", "drain", "second")
+    finally:
+        joined.down()
+
+
+def test_no_secret_is_in_a_log_a_metric_redis_or_the_output(stack: Stack) -> None:
+    secrets = stack.compose(
+        "run", "--rm", "--no-deps", "--entrypoint=sh", "credentials", "-c",
+        "for name in worker uploader producer monitor operator join admin; do cat /run/hiddenq/redis-$name; echo; done",
+    ).split()  # fmt: skip
+    assert len(secrets) == 7
+    secrets += SECRETS.values()
+    places = {
+        f"log of {service}": stack.compose("logs", "--no-color", service).encode() for service in (*OURS, "redis")
+    }
+    places["metrics"] = json.dumps(prometheus('{__name__=~".+"}')).encode()
+    places["Redis"] = in_container(stack, "redis", "cat /data/appendonlydir/*")
+    for run in ("run", "killed", "joined"):
+        store = Output(f"s3://demo/{run}").store
+        places |= {f"{run}/{info.key}": store.get_bytes(info.key) for info in store.list()}
+    assert len(places) > 20
+    assert len(places["Redis"]) > 1000
+    leaks = [place for place, data in places.items() for secret in secrets if secret.encode() in data]
+    assert leaks == []
+
+
+def in_container(stack: Stack, service: str, command: str) -> bytes:
+    name = stack.containers()[service]["Name"]
+    return subprocess.run(["docker", "exec", name, "sh", "-c", command], capture_output=True, check=True).stdout
+
+
+def test_down_leaves_nothing_and_nobody_had_to_be_killed(stack: Stack) -> None:
+    stack.compose("start", "uploader", "worker")
+    wait(lambda: stack.is_healthy("worker", "uploader"), "worker and uploader again", seconds=120)
+    stack.compose("stop")
+    codes = {name: found["ExitCode"] for name, found in stack.containers().items()}
+    assert {name: code for name, code in codes.items() if name in ("worker", "uploader", "redis", "monitor")} == {
+        "worker": 0, "uploader": 0, "redis": 0, "monitor": 0
+    }  # fmt: skip
+    stack.compose("down", "--volumes")
+    assert docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}") == ""
+    assert docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}") == ""
+    assert docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={JOINED}") == ""
