@@ -36,6 +36,11 @@ GRACE_SECONDS = 600.0
 """As long as a container's stop grace period may be; the stages themselves end when their batch is done."""
 
 Run = Annotated[str | None, typer.Option(help="Serve this run; by default the only live one there is.")]
+AnyRun = Annotated[bool, typer.Option("--any-run", help="Serve whichever run has work for the model held.")]
+ModelHere = Annotated[
+    str | None,
+    typer.Option(envvar="HIDDENQ_WORKER_MODEL", help="Where the model lies here, if not where its run says."),
+]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -75,6 +80,8 @@ def worker(
     host: HostOptions,
     compute: ComputeOptions,
     run: Run = None,
+    any_run: AnyRun = False,
+    model: ModelHere = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -85,7 +92,8 @@ def worker(
     configure_logging(stage="gpu_worker")
     arguments = [*compute.arguments(), *host.arguments(), "--spool", str(host.spool or state.default_spool())]
     arguments += ["--run", run] if run else []
-    arguments += ["--trust-remote-code"] * trust_remote_code
+    arguments += ["--model", model] if model else []
+    arguments += ["--any-run"] * any_run + ["--trust-remote-code"] * trust_remote_code
     return _supervise(
         queue,
         [
@@ -137,6 +145,8 @@ def worker_process(
     spool: Annotated[Path, typer.Option()],
     device: Annotated[str, typer.Option()] = "cpu",
     run: Run = None,
+    any_run: AnyRun = False,
+    model: ModelHere = None,
     spool_bytes: Annotated[int | None, typer.Option()] = None,
     metrics_port: Annotated[int, typer.Option()] = 0,
     metrics_bind: Annotated[str, typer.Option()] = "127.0.0.1",
@@ -149,6 +159,8 @@ def worker_process(
     return serve(
         WorkerSettings(
             run=run,
+            any_run=any_run,
+            model=model,
             device=device,
             spool=spool,
             spool_high_bytes=spool_bytes,
