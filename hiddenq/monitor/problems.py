@@ -36,14 +36,18 @@ def find_problems(
     spools: Sequence[SpoolStatus],
     redis: RedisStatus,
 ) -> tuple[Problem, ...]:
-    """All problems of this moment, worst first; `num_left` is the number of batches not yet committed."""
-    found = [
-        *_of_redis(redis),
-        *_of_the_run(run, live, num_left, num_dead_letters, workers, queues),
-        *(problem for worker in workers for problem in _of_a_worker(worker, p99_seconds)),
-        *_stragglers(workers),
-        *(problem for spool in spools for problem in _of_a_spool(spool, workers, queues)),
-    ]
+    """All problems of this moment, worst first; `num_left` is the number of batches not yet committed.
+
+    Once a run is over (`live` is false, or nothing is left), nobody needs to be there for it.
+    """
+    found = [*_of_redis(redis), *_of_dead_letters(run, num_dead_letters)]
+    if live and num_left:
+        found += [
+            *_of_the_rest(num_left - num_dead_letters, workers, queues),
+            *(problem for worker in workers for problem in _of_a_worker(worker, p99_seconds)),
+            *_stragglers(workers),
+            *(problem for spool in spools for problem in _of_a_spool(spool, workers, queues)),
+        ]
     return tuple(sorted(found, key=lambda problem: _ORDER[problem.severity]))
 
 
@@ -76,28 +80,24 @@ def _of_redis(redis: RedisStatus) -> Iterator[Problem]:
         )
 
 
-def _of_the_run(
-    run: str,
-    live: bool,
-    num_left: int,
-    num_dead_letters: int,
-    workers: Sequence[WorkerStatus],
-    queues: Sequence[QueueStatus],
-) -> Iterator[Problem]:
+def _of_dead_letters(run: str, num_dead_letters: int) -> Iterator[Problem]:
     if num_dead_letters:
         yield Problem(
             severity="warning",
             what=f"{num_dead_letters:,} dead letter(s): batches set aside after their last attempt",
             do=f"see why: `hiddenq failed list --run {run}`; when it is mended: `hiddenq failed retry --run {run}`",
         )
-    if not live or num_left <= num_dead_letters:
+
+
+def _of_the_rest(num_left: int, workers: Sequence[WorkerStatus], queues: Sequence[QueueStatus]) -> Iterator[Problem]:
+    if num_left <= 0:
         return
     gpu_workers = [worker for worker in workers if worker.role == "gpu_worker" and not worker.drained]
     has_work = any(queue.num_waiting or queue.num_started or queue.num_delayed for queue in queues)
     if not has_work:
         yield Problem(
             severity="critical",
-            what=f"{num_left - num_dead_letters:,} batches are left, but no queue holds any of them",
+            what=f"{num_left:,} batches are left, but no queue holds any of them",
             do="start `hiddenq run` (or `hiddenq produce`) with the same flags: it enqueues what is missing",
         )
     elif not any(worker.alive for worker in gpu_workers) and any(

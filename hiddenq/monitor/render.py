@@ -151,8 +151,8 @@ def _dead_letters(status: RunStatus) -> Table:
 def _executions(status: RunStatus) -> RenderableType:
     """Workers' own counts stand apart from the ledger's: a batch that ran twice is two of theirs."""
     return Text(
-        f"Workers alive since their start finished {status.executed.num_batches:,} batches "
-        f"(executions: a batch that ran twice counts twice). Totals above are the ledger's.",
+        f"Since their start the registered workers have finished {status.executed.num_batches:,} batches "
+        "(executions: a batch that ran twice counts twice). Totals above are the ledger's.",
         style="dim",
     )
 

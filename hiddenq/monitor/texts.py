@@ -20,6 +20,7 @@ def format_seconds(value: float | None) -> str:
     """`3d 4h`, `4h 05m`, `5m 06s`, `7.2s`; a dash for None."""
     if value is None:
         return "–"
+    value = max(value, 0.0)  # two clocks may differ by a hair
     seconds = round(value)
     if value < 60:
         return f"{value:.1f}s" if value < 10 else f"{seconds}s"

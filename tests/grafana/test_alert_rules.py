@@ -117,6 +117,19 @@ def test_alert_that_fires_stays_on_while_the_monitor_is_away_and_nothing_is_said
     run_promtool(tmp_path, [story(series, *checks, since, said)])
 
 
+def test_a_dead_worker_whose_own_series_are_gone_is_missed_all_the_same(tmp_path: Path) -> None:
+    """One of four dies and its target goes: what it exported is stale, and what Redis expects is not."""
+    fleet = [{**GPU, "device": f"cuda:{number}", "target": f"s1:GPU-{number}"} for number in range(4)]
+    series = {monitor("redis_up"): "1x30"}
+    for number, worker in enumerate(fleet):
+        lives = number != 2
+        series[monitor("worker_up", **worker)] = "1x30" if lives else "1x5 0x25"
+        series[gpu("batches_total", worker)] = "0+5x30" if lives else "0+5x5 stale"
+        series[selector("up", {**worker, "job": "hiddenq"})] = "1x30" if lives else "1x5 stale"
+    missed = on_at(12, "HiddenqGpuWorkerMissing", "firing", "critical", [{**fleet[2], **MONITOR}])
+    run_promtool(tmp_path, [story(series, missed)])
+
+
 def test_a_restart_of_everything_within_two_minutes_pages_nobody(tmp_path: Path) -> None:
     series = {
         monitor("redis_up"): "1x10 0 1x30",

@@ -101,6 +101,7 @@ def test_a_person_sees_at_a_glance_that_it_goes_well(
         assert "40.3 %: 644 of 1,600 samples, 161 of 400 batches in the store (by the ledger)" in text
         assert "node1 cuda:3 busy" in text
         assert "71.0 GiB / 96.0 GiB" in text
+        assert "170 batches (executions: a batch that ran twice counts twice)" in text
 
 
 def test_a_person_sees_what_is_wrong_and_what_to_do(

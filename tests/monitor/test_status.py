@@ -195,6 +195,16 @@ def test_an_idle_worker_at_the_end_of_a_run_is_not_called_stalled(redis_client: 
         assert run_status(redis_client).workers[0].stalled_seconds == 0
 
 
+def test_nobody_needs_to_be_there_once_a_run_is_complete(redis_client: redis.Redis) -> None:
+    with made_fleet(redis_client, made_record(num_batches=1)) as (worker, uploader):
+        worker.extract()
+        uploader.upload()
+    redis_client.zadd("hiddenq:workers:seen", {f"gpu_worker:{worker.report().target}": 1.0})
+    status = run_status(redis_client)
+    assert status.complete
+    assert status.problems == ()
+
+
 def test_a_drained_worker_is_nobodys_problem(redis_client: redis.Redis) -> None:
     with made_fleet(redis_client, made_record()) as (worker, _):
         redis_client.zadd("hiddenq:workers:seen", {f"gpu_worker:{worker.report().target}": 1.0})
