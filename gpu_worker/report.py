@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from gpu_worker.gpu import THROTTLE_REASONS, GpuReading
 from hiddenq import telemetry
-from hiddenq.contracts.metrics import GpuWorkerMetrics
+from hiddenq.contracts.metrics import GpuWorkerMetrics, stage_totals
 from hiddenq.contracts.reports import WorkerReport, WorkerState
 from hiddenq.storage import Spool
 
@@ -201,6 +201,7 @@ class WorkerStatus:
             num_oom_splits=totals["splits"],
             num_leases_lost=totals["lost"],
             num_failures=totals["failed"],
+            stage_seconds=stage_totals(self.metrics.stage_seconds),
             spool_bytes=usage.num_bytes,
             spool_files=usage.num_files,
             spool_high_bytes=usage.high_bytes,

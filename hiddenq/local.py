@@ -37,7 +37,7 @@ from hiddenq.delivery import (
 )
 from hiddenq.owner import OwnerMark
 from hiddenq.produce import ProducerProcess
-from hiddenq.progress import RunProgress, summary
+from hiddenq.progress import RunProgress, print_summary
 from hiddenq.storage import ObjectStore, Spool, StoreSettings, open_store
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
 from hiddenq.telemetry import logger
@@ -191,6 +191,7 @@ class _Pipeline:
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
             with RunProgress(self._client, record) as progress:
+                before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
         if settings.spool is None and self._spool.exists():
@@ -203,7 +204,7 @@ class _Pipeline:
             write_target_head(self._store, record.config)
         manifest = finish_run(self._client, record, self._store)
         seconds["finish"] = time.monotonic() - began
-        summary(self._client, record, manifest, seconds)
+        print_summary(self._client, record, manifest, seconds, before)
         if reason:
             raise RetryableError(f"{record.run}: {reason}; the same command goes on from here")
         return 0 if manifest.complete else 1

@@ -21,6 +21,7 @@ from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import RunRecord, fleet
 from hiddenq.monitor import RunStatus, run_status
+from hiddenq.monitor.model import Totals
 from hiddenq.monitor.render import render, summary_line
 from hiddenq.monitor.texts import format_bytes, format_seconds
 
@@ -90,6 +91,11 @@ class RunProgress:
             self._live.stop()
 
     @property
+    def committed(self) -> Totals:
+        """What the ledger has, as of the last look."""
+        return self._status.committed
+
+    @property
     def is_ended(self) -> bool:
         """Whether every batch is committed or a dead letter."""
         return self._status.committed.num_batches + self._status.num_dead_letters >= self._status.total.num_batches
@@ -113,8 +119,10 @@ class RunProgress:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def summary(client: redis.Redis, record: RunRecord, manifest: Manifest, seconds: dict[str, float]) -> None:
-    """Print the table at the end of a run."""
+def print_summary(
+    client: redis.Redis, record: RunRecord, manifest: Manifest, seconds: dict[str, float], before: Totals
+) -> None:
+    """Print the table at the end of a run; `before` is what was committed when it started."""
     config = record.config
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
@@ -125,18 +133,16 @@ def summary(client: redis.Redis, record: RunRecord, manifest: Manifest, seconds:
     table.add_row("padding", f"{config.num_padded_tokens / config.num_tokens:.3f} x")
     table.add_row("stored", f"{format_bytes(manifest.num_bytes)} in {manifest.num_batches_committed:,} shards")
     stages: Counter[str] = Counter()
-    num_tokens, num_samples = 0, 0
     for worker in fleet(client).workers:
-        report = worker.report
-        if report.run in (None, record.run):
-            stages.update(report.stage_seconds)
-        if report.role == "gpu_worker" and report.run == record.run:
-            num_tokens, num_samples = num_tokens + report.num_tokens, num_samples + report.num_samples
-    took = seconds.get("extract and upload", 0.0)
-    if num_tokens and took:
+        if worker.report.run in (None, record.run):
+            stages.update(worker.report.stage_seconds)
+    num_tokens = manifest.num_tokens_committed - before.num_tokens
+    num_samples = manifest.num_samples_committed - before.num_samples
+    took = seconds["extract and upload"]
+    if num_tokens > 0:
         table.add_row("rate", f"{num_tokens / took:,.0f} tokens/s, {num_samples / took:,.2f} samples/s")
     table.add_row("wall time", ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items()))
-    if stages:
+    if stages and num_tokens > 0:
         table.add_row("by stage", ", ".join(f"{name} {value:.1f} s" for name, value in stages.items()))
     table.add_row(
         "result", "complete" if manifest.complete else f"incomplete: {len(manifest.dead_letters):,} dead letters"

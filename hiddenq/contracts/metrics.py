@@ -159,6 +159,13 @@ MONITOR_FAMILIES: tuple[Family, ...] = (
     Family(name="redis_memory_max_bytes", text="Redis's limit; 0 for none."),
 )  # fmt: skip
 
+
+def stage_totals(histogram: Histogram) -> dict[str, float]:
+    """Seconds by stage of a `stage_seconds` histogram, for a worker's report."""
+    samples = (sample for metric in histogram.collect() for sample in metric.samples)
+    return {sample.labels["stage"]: sample.value for sample in samples if sample.name.endswith("_sum")}
+
+
 Sample = tuple[str, tuple[str, ...], float]
 """One sample of the monitor: name of its family, label values in the family's order, value."""
 

@@ -6,6 +6,7 @@ keeper would cost every lease of the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
@@ -77,10 +78,12 @@ class Keeper(Generic[M]):
         self._thread.start()
 
     def close(self) -> None:
-        """End; a request under way is waited for."""
+        """End, with a last report; a request under way is waited for."""
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+            with contextlib.suppress(RedisAway):
+                self.beat()
 
     def execution_is_dead(self, execution: str) -> bool:
         """Whether what an execution left behind may be swept; False while the evidence is weak."""
