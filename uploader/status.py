@@ -38,6 +38,7 @@ class UploaderStatus(StoreObserver):
         self._under_way: dict[str, tuple[ShardReady, float]] = {}
         self._recent: deque[tuple[float, int]] = deque()
         self._store_away: dict[str, str] = {}
+        self._stage_seconds: dict[str, float] = {}
         self._draining = False
         self._num_batches = self._num_samples = self._num_tokens = self._num_bytes = 0
         self._num_failures = self._num_leases_lost = 0
@@ -63,7 +64,7 @@ class UploaderStatus(StoreObserver):
         """Time a stage of a shard."""
         began = time.monotonic()
         yield
-        self.metrics.stage_seconds.labels(name).observe(time.monotonic() - began)
+        self._spent(name, time.monotonic() - began)
 
     def committed(self, shard: ShardReady) -> None:
         """The shard is its batch's."""
@@ -113,7 +114,7 @@ class UploaderStatus(StoreObserver):
         self.metrics.retries.labels(error).inc()
 
     def confirmed(self, seconds: float) -> None:
-        self.metrics.stage_seconds.labels("confirm").observe(seconds)
+        self._spent("confirm", seconds)
 
     def abort_failed(self, key: str) -> None:
         self.metrics.failed_aborts.inc()
@@ -158,6 +159,7 @@ class UploaderStatus(StoreObserver):
                 num_samples=self._num_samples,
                 num_tokens=self._num_tokens,
                 num_bytes=self._num_bytes,
+                stage_seconds=dict(self._stage_seconds),
                 tokens_per_second=self._tokens_per_second(),
                 num_leases_lost=self._num_leases_lost,
                 num_failures=self._num_failures,
@@ -166,6 +168,11 @@ class UploaderStatus(StoreObserver):
                 spool_high_bytes=usage.high_bytes,
                 disk_free_bytes=usage.disk_free_bytes,
             )
+
+    def _spent(self, stage: str, seconds: float) -> None:
+        self.metrics.stage_seconds.labels(stage).observe(seconds)
+        with self._lock:
+            self._stage_seconds[stage] = self._stage_seconds.get(stage, 0.0) + seconds
 
     def _state(self, usage: SpoolUsage) -> tuple[WorkerState, str]:
         if self._store_away:

@@ -2,17 +2,18 @@
 
 Consumes files and bytes, produces objects under one location; imports `hiddenq.contracts` only, and no torch.
 
-    settings.py  how a store is reached            store.py      the interface
-    local.py     a folder                          s3*.py        S3 and what speaks like it
-    spool.py     finished shards before upload     bandwidth.py  a limit that a host's uploaders share
-    runfiles.py  the small files of a run
+    settings.py  how a store is reached          store.py      the interface
+    local.py     a folder                        s3*.py        S3 and what speaks like it
+    spool*.py    finished shards before upload   bandwidth.py  a limit that a host's uploaders share
+    runfiles.py  the small files of a run        body.py       what a request sends, checked as it leaves
 """
 
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.local import LocalStore
 from hiddenq.storage.location import open_store
 from hiddenq.storage.settings import StoreSettings
-from hiddenq.storage.spool import Spool, SpoolEntry, SpoolFile, SpoolUsage
+from hiddenq.storage.spool import Spool
+from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage
 from hiddenq.storage.store import ObjectInfo, ObjectStore, StoreCapabilities, StoreObserver
 
 __all__ = [

@@ -12,10 +12,10 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-SHARED_MODE = 0o660
+from hiddenq.storage.files import open_shared
+
 _IDLE_SECONDS = 0.05
 """Unused time is not saved up beyond this."""
 
@@ -53,15 +53,3 @@ class BandwidthLimit:
             begin = max(booked, now - _IDLE_SECONDS)
             os.pwrite(descriptor, struct.pack("<d", begin + seconds), 0)
             return begin
-
-
-@contextlib.contextmanager
-def open_shared(path: Path) -> Iterator[int]:
-    """A small file that processes of different users of one group share, made if need be; yields its descriptor."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, SHARED_MODE)
-    try:
-        if os.fstat(descriptor).st_uid == os.geteuid():
-            os.fchmod(descriptor, SHARED_MODE)  # whatever the umask
-        yield descriptor
-    finally:
-        os.close(descriptor)

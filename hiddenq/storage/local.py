@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import secrets
 import stat
@@ -20,12 +19,12 @@ from pathlib import Path
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, StoreAway, StoreRefused
+from hiddenq.contracts.errors import DamagedShard, ObjectMissing, StoreAway, StoreRefused
 from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.files import TEMPORARY_PREFIX, ensure_folder, fsync_folder, opened, temporary_token, umask
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities
 
 CHUNK_BYTES = 8 << 20
-TEMPORARY_PREFIX = ".tmp-"
 CHECKSUM_ATTRIBUTE = "user.hiddenq.checksum"
 """Extended attribute that keeps a shard's checksum beside it, where the file system has such things."""
 UNFINISHED_SECONDS = 600
@@ -50,7 +49,7 @@ class LocalStore:
                     _verify(source, path.name, checksum, num_bytes)
                     _set_checksum(source, checksum)
                     with contextlib.suppress(PermissionError):
-                        os.fchmod(source, 0o666 & ~_umask())  # as a copy would have it, whatever the spool's mode
+                        os.fchmod(source, 0o666 & ~umask())  # as a copy would have it, whatever the spool's mode
                     os.fsync(source)
                 else:
                     with temporary.open("xb", buffering=0) as copy:
@@ -179,64 +178,6 @@ def _temporary(target: Path) -> Path:
     return target.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-{target.name}")
 
 
-def temporary_token(name: str) -> str | None:
-    """The token of a temporary file `.tmp-<token>-…` (in a spool: its execution); None for every other name."""
-    token = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
-    return token if name.startswith(TEMPORARY_PREFIX) and len(token) == 8 else None
-
-
-def ensure_folder(folder: Path) -> None:
-    """Create a folder and its parents, each of them on disk when this returns."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for child in reversed(missing):
-        child.mkdir(exist_ok=True)
-        fsync_folder(child.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Put a folder's entries on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def open_regular(path: Path | str, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file, no link followed at its last step.
-
-    Raises:
-        MissingShard: there is no such file.
-        DamagedShard: it is a link, a folder or a device.
-    """
-    name = Path(path).name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
-    except FileNotFoundError:
-        raise MissingShard(f"{name}: no such file in the spool") from None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
-            raise DamagedShard(f"{name}: expected a file, found a link or a device") from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DamagedShard(f"{name}: expected a file, found something else")
-    return descriptor
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """`open_regular` for the time of a `with` block."""
-    descriptor = open_regular(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _link(source: int, path: Path, temporary: Path) -> bool:
     """Give the open file a second name; False if the file systems differ or know no links."""
     try:
@@ -281,16 +222,6 @@ def _verify(
 def _write_all(file: FileIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
-
-
-@functools.cache
-def _umask() -> int:
-    """This process's umask, without the moment in which asking the system for it changes it for all threads."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o077
 
 
 def _set_checksum(descriptor: int, checksum: str) -> None:

@@ -23,7 +23,8 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import Body, FileBody, MemoryBody
-from hiddenq.storage.local import UNFINISHED_SECONDS, opened
+from hiddenq.storage.files import opened
+from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
 from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe

@@ -19,16 +19,15 @@ import fcntl
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UsageError
-from hiddenq.storage.bandwidth import open_shared
-from hiddenq.storage.local import TEMPORARY_PREFIX, fsync_folder, open_regular, temporary_token
+from hiddenq.storage.files import TEMPORARY_PREFIX, open_regular, open_shared, temporary_token
+from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage, allocate
+from hiddenq.storage.spool_folder import FILE_MODE, FOLDER_MODE, open_folder, spool_id
 
 HIGH_SHARE = 0.8
 """High mark by default, and at most: this share of what the disk has left for the spool."""
@@ -37,39 +36,11 @@ LOW_SHARE = 0.75
 QUARANTINE_SHARE = 0.05
 QUARANTINE_MAX_BYTES = 10 << 30
 """Quarantine's cap: 5 % of the file system, 10 GiB at most."""
-SPOOL_ID = "spool_id"
 _PAUSED = ".paused"
 _PAUSED_SECONDS = 60
 """Refused reservations renew the pause; one that nobody renewed for so long is over."""
 _LOCK = ".lock"
 _QUARANTINE = "quarantine"
-_FILE_MODE = 0o640
-_FOLDER_MODE = 0o2770
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolEntry:
-    """One finished shard."""
-
-    file_name: str
-    num_bytes: int
-    modified: float
-    """Unix time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolUsage:
-    """How full the spool is; `num_bytes` holds reservations, too."""
-
-    num_bytes: int
-    num_files: int
-    reserved_bytes: int
-    quarantine_bytes: int
-    oldest_seconds: float
-    high_bytes: int
-    low_bytes: int
-    disk_free_bytes: int
-    paused: bool
 
 
 class Spool:
@@ -94,22 +65,12 @@ class Spool:
         Raises:
             UsageError: no such folder, not one we may write, or marks that can't be.
         """
-        folder = Path(os.path.abspath(folder.expanduser()))
         if high_bytes is not None and high_bytes <= 0:
             raise UsageError(f"--spool-high-bytes {high_bytes}: expected a positive number of bytes")
         if low_bytes is not None and not 0 <= low_bytes <= (high_bytes if high_bytes is not None else low_bytes):
             raise UsageError(f"--spool-low-bytes {low_bytes}: expected 0 to the high mark ({high_bytes})")
-        if not folder.exists() and create:
-            _make_folder(folder)
-        if not folder.is_dir():
-            raise UsageError(f"--spool {folder}: no such folder")
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            status = folder.stat()
-            raise UsageError(
-                f"--spool {folder}: user {os.geteuid()} may not write there (owner {status.st_uid}, group "
-                f"{status.st_gid}, mode {status.st_mode & 0o7777:o}); add the user to that group, or run as the owner"
-            )
-        spool = cls(folder, _spool_id(folder, create), high_bytes, low_bytes)
+        folder = open_folder(folder, create=create)
+        spool = cls(folder, spool_id(folder, create=create), high_bytes, low_bytes)
         spool._check_readable()
         return spool
 
@@ -141,7 +102,7 @@ class Spool:
                 return None
             file = self._create(f"{TEMPORARY_PREFIX}{execution}-{file_name}", file_name)
             try:
-                _allocate(file.fd, num_bytes)
+                allocate(file.fd, num_bytes)
             except OSError:
                 file.discard()
                 self._pause()
@@ -176,7 +137,7 @@ class Spool:
         source, folder = self.path(file_name), self.folder / _QUARANTINE
         if not folder.exists():
             folder.mkdir(exist_ok=True)
-            folder.chmod(_FOLDER_MODE)
+            folder.chmod(FOLDER_MODE)
         with contextlib.suppress(FileNotFoundError):
             source.replace(folder / file_name)
             (folder / f"{file_name}.reason").write_text(reason + "\n")
@@ -225,9 +186,9 @@ class Spool:
 
     def _create(self, temporary: str, file_name: str) -> SpoolFile:
         descriptor = os.open(
-            self.folder / temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE
+            self.folder / temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
         )
-        os.fchmod(descriptor, _FILE_MODE)
+        os.fchmod(descriptor, FILE_MODE)
         if os.fstat(descriptor).st_gid != self._group:
             with contextlib.suppress(PermissionError):
                 os.fchown(descriptor, -1, self._group)
@@ -291,83 +252,8 @@ class Spool:
                         yield entry.name, entry.stat(follow_symlinks=False)
 
 
-class SpoolFile:
-    """A reserved file of the final size, under a temporary name."""
-
-    def __init__(self, folder: Path, temporary: str, file_name: str, descriptor: int) -> None:
-        self.fd = descriptor
-        self.file_name = file_name
-        self._temporary = folder / temporary
-        self._final = folder / file_name
-
-    def resize(self, num_bytes: int) -> None:
-        """Cut the file to its real size, or let it grow (raises `OSError` if the disk is full)."""
-        size = os.fstat(self.fd).st_size
-        if num_bytes > size:
-            _allocate(self.fd, num_bytes)
-        elif num_bytes < size:
-            os.ftruncate(self.fd, num_bytes)
-
-    def publish(self, *, fsync: bool = False) -> Path:
-        """Give the file its final name; on disk before this returns if `fsync`."""
-        if fsync:
-            os.fsync(self.fd)
-        self._temporary.rename(self._final)
-        self._close()
-        if fsync:
-            fsync_folder(self._final.parent)
-        return self._final
-
-    def discard(self) -> None:
-        """Give the bytes back; may be called twice, and after `publish` removes nothing."""
-        self._close()
-        self._temporary.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
 def _parse(file_name: str) -> tuple[str, str]:
     parsed = None if "/" in file_name else names.parse_shard_name(file_name)
     if parsed is None:
         raise BadMessage(f"{file_name!r}: expected a bare shard name such as 000123-9f3c2a71.safetensors")
     return parsed
-
-
-def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Make a file that long with its bytes reserved on disk; raises `OSError` if they are not there."""
-    if num_bytes:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True)
-        folder.chmod(_FOLDER_MODE)
-    except OSError as error:
-        raise UsageError(f"--spool {folder}: can't be made: {error.strerror}") from error
-
-
-def _spool_id(folder: Path, create: bool) -> str:
-    """The spool's id; the first process to link its own into place wins."""
-    path = folder / SPOOL_ID
-    if not path.exists() and create:
-        temporary = folder / f".{SPOOL_ID}-{uuid.uuid4()}"
-        temporary.write_text(f"{uuid.uuid4()}\n")
-        temporary.chmod(_FILE_MODE)
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-        temporary.unlink()
-    try:
-        return str(uuid.UUID(path.read_text().strip()))
-    except FileNotFoundError:
-        raise UsageError(
-            f"--spool {folder}: not a spool (no file {SPOOL_ID}); a worker or uploader makes one"
-        ) from None
-    except ValueError:
-        raise UsageError(
-            f"--spool {folder}: {SPOOL_ID} holds no UUID; remove the file if no hiddenq process uses the spool"
-        ) from None

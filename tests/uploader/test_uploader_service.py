@@ -39,6 +39,7 @@ def test_every_shard_ends_in_the_store_and_in_the_ledger_and_no_longer_in_the_sp
         assert (report.num_batches, report.num_tokens) == (7, run.config.num_tokens)
         assert report.target == f"{spool.spool_id}:0"
         assert report.tokens_per_second > 0
+        assert set(report.stage_seconds) == {"put", "commit", "delete"}
         assert uploader.metric("files_total", result="committed") == 7
         assert uploader.metric("uploaded_bytes_total") == report.num_bytes
         for stage in ("put", "commit", "delete"):

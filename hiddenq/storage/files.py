@@ -1,0 +1,101 @@
+"""Files and folders as the spool and the local store need them: durable, of the expected kind, shared on purpose.
+
+Invariant: a name that came from outside is opened without following a link at its last step, and only if a regular file
+lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hiddenq.contracts.errors import DamagedShard, MissingShard
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Of files that are not whole yet: `.tmp-<8 characters>-<final name>`."""
+SHARED_MODE = 0o660
+
+
+def temporary_token(name: str) -> str | None:
+    """The token of a temporary file `.tmp-<token>-…` (in a spool: its execution); None for every other name."""
+    token = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
+    return token if name.startswith(TEMPORARY_PREFIX) and len(token) == 8 else None
+
+
+def ensure_folder(folder: Path) -> None:
+    """Create a folder and its parents, each of them on disk when this returns."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for child in reversed(missing):
+        child.mkdir(exist_ok=True)
+        fsync_folder(child.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Put a folder's entries on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path | str, *, dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file, no link followed at its last step.
+
+    Raises:
+        MissingShard: there is no such file.
+        DamagedShard: it is a link, a folder or a device.
+    """
+    name = Path(path).name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except FileNotFoundError:
+        raise MissingShard(f"{name}: no such file in the spool") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+            raise DamagedShard(f"{name}: expected a file, found a link or a device") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedShard(f"{name}: expected a file, found something else")
+    return descriptor
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """`open_regular` for the time of a `with` block."""
+    descriptor = open_regular(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_shared(path: Path) -> Iterator[int]:
+    """A small file that processes of different users of one group share, made if need be; yields its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, SHARED_MODE)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, SHARED_MODE)  # whatever the umask
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def umask() -> int:
+    """This process's umask, without the moment in which asking the system for it changes it for all threads."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077

@@ -1,0 +1,78 @@
+"""One shard in a spool: reserved, whole, and how full all of them make it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hiddenq.storage.files import fsync_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolEntry:
+    """One finished shard."""
+
+    file_name: str
+    num_bytes: int
+    modified: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolUsage:
+    """How full the spool is; `num_bytes` holds reservations, too."""
+
+    num_bytes: int
+    num_files: int
+    reserved_bytes: int
+    quarantine_bytes: int
+    oldest_seconds: float
+    high_bytes: int
+    low_bytes: int
+    disk_free_bytes: int
+    paused: bool
+
+
+class SpoolFile:
+    """A reserved file of the final size, under a temporary name."""
+
+    def __init__(self, folder: Path, temporary: str, file_name: str, descriptor: int) -> None:
+        self.fd = descriptor
+        self.file_name = file_name
+        self._temporary = folder / temporary
+        self._final = folder / file_name
+
+    def resize(self, num_bytes: int) -> None:
+        """Cut the file to its real size, or let it grow (raises `OSError` if the disk is full)."""
+        size = os.fstat(self.fd).st_size
+        if num_bytes > size:
+            allocate(self.fd, num_bytes)
+        elif num_bytes < size:
+            os.ftruncate(self.fd, num_bytes)
+
+    def publish(self, *, fsync: bool = False) -> Path:
+        """Give the file its final name; on disk before this returns if `fsync`."""
+        if fsync:
+            os.fsync(self.fd)
+        self._temporary.rename(self._final)
+        self._close()
+        if fsync:
+            fsync_folder(self._final.parent)
+        return self._final
+
+    def discard(self) -> None:
+        """Give the bytes back; may be called twice, and after `publish` removes nothing."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def allocate(descriptor: int, num_bytes: int) -> None:
+    """Make a file that long with its bytes reserved on disk; raises `OSError` if they are not there."""
+    if num_bytes:
+        os.posix_fallocate(descriptor, 0, num_bytes)
