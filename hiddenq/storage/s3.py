@@ -171,7 +171,7 @@ class S3Store:
         )
         upload.begin(**self._written, Metadata={METADATA_CHECKSUM: checksum})
         try:
-            found = upload.send(source, name, sizes, self._settings.num_connections)
+            found = upload.send(source, name, sizes, self._connection.pool)
             if found != checksum:
                 raise DamagedShard(f"{name}: expected checksum {checksum}, found {found}")
             upload.complete(checksum, num_bytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import boto3
@@ -27,6 +28,8 @@ S3Client: TypeAlias = Any
 
 NUM_ATTEMPTS = 5
 """Tries of one request before the store counts as away."""
+IDLE_CONNECTIONS = 64
+"""Connections kept open for the next request; more than a process has in flight, so none is thrown away."""
 WAIT_SECONDS = 0.1
 MAX_WAIT_SECONDS = 5.0
 
@@ -37,9 +40,19 @@ class S3Connection:
     def __init__(self, settings: StoreSettings, observer: StoreObserver) -> None:
         self._settings = settings
         self._observer = observer
-        self._pid = -1
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._made: S3Client = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads that all multipart uploads of this process share: as many as there may be requests in flight."""
+        self._notice_fork()
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._settings.num_connections, thread_name_prefix="part")
+            return self._pool
 
     def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
         """The answer to a request that may be repeated without harm; errors are ours."""
@@ -61,9 +74,7 @@ class S3Connection:
             if isinstance(error, ClientError) and code_of(error) in EXPIRED:
                 self._made = None
             cause = getattr(error, "kwargs", {}).get("error")
-            if isinstance(
-                cause, HiddenqError
-            ):  # raised by a body while it was sent; the client wraps whatever it meets
+            if isinstance(cause, HiddenqError):  # a body's, while it was sent: botocore wraps whatever it meets
                 raise cause from error
             raise translate(error, where) from error
 
@@ -73,14 +84,18 @@ class S3Connection:
         self._observer.retried(code_of(cause) if isinstance(cause, ClientError) else type(cause or error).__name__)
 
     def _client(self) -> S3Client:
-        if self._pid != os.getpid():  # the first use, or the first after a fork
-            self._lock = threading.Lock()
-            self._made = None
-            self._pid = os.getpid()
+        self._notice_fork()
         with self._lock:
             if self._made is None:
                 self._made = _make_client(self._settings)
             return self._made
+
+    def _notice_fork(self) -> None:
+        """Begin anew in a child: neither connections nor threads nor a held lock are its own."""
+        if self._pid != os.getpid():
+            self._lock = threading.Lock()
+            self._made = self._pool = None
+            self._pid = os.getpid()
 
 
 def _may_pass_soon(error: BaseException) -> bool:
@@ -95,7 +110,7 @@ def _make_client(settings: StoreSettings) -> S3Client:
         connect_timeout=settings.timeout_seconds,
         read_timeout=settings.timeout_seconds,
         retries={"total_max_attempts": 1, "mode": "standard"},
-        max_pool_connections=settings.num_connections + 2,
+        max_pool_connections=IDLE_CONNECTIONS,
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

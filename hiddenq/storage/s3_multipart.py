@@ -7,9 +7,8 @@ the upload is completed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,24 +48,20 @@ class Multipart:
         answer = self.call(lambda client: client.create_multipart_upload(**self.target, **kind, **extra))
         self.upload_id = answer["UploadId"]
 
-    def send(self, source: int, name: str, sizes: Sequence[int], num_connections: int) -> str:
+    def send(self, source: int, name: str, sizes: Sequence[int], pool: ThreadPoolExecutor) -> str:
         """Send all parts; returns the checksum of what was sent. The first failure ends it."""
-        stop = threading.Event()
 
         def send_part(number: int) -> tuple[dict[str, Any], str]:
-            if stop.is_set():
-                raise TransientError(f"{name}: another part failed")
             body = FileBody(source, name, number * sizes[0], sizes[number], self.limit)
             return self._send(number + 1, body, body.checksum), body.checksum
 
-        with ThreadPoolExecutor(min(num_connections, len(sizes)), thread_name_prefix="part") as pool:
-            futures = [pool.submit(send_part, number) for number in range(len(sizes))]
-            try:
-                sent = [future.result() for future in futures]
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        futures = [pool.submit(send_part, number) for number in range(len(sizes))]
+        try:
+            sent = [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # none reads the file any more when this returns
         self._parts = [part for part, _ in sent]
         return crc.of_parts((checksum, size) for (_, checksum), size in zip(sent, sizes, strict=True))
 
