@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import redis
 
-from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import DeadLetter
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery import (
@@ -81,7 +80,7 @@ class Look:
             workers=[seen.report for seen in snapshot.workers],
             num_waiting={queue.run: queue.num_waiting for queue in snapshot.queues if queue.run},
         )
-        with contextlib.suppress(RedisAway), away_errors():  # a full Redis can still be looked at
+        with contextlib.suppress(redis.RedisError):  # a full Redis can be looked at, and so by one who may only read
             history.save(client)
         return cls(snapshot, history)
 

@@ -231,6 +231,18 @@ def test_a_full_redis_can_still_be_looked_at(own_redis_server: RedisServer) -> N
         assert status.problems[0].severity == "critical"
 
 
+def test_an_account_that_may_only_read_can_look(own_redis_server: RedisServer) -> None:
+    with own_redis_server.client() as client:
+        start_run(client, made_record())
+        client.acl_setuser(
+            "reader", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@read", "+info", "+time"]
+        )
+        client.execute_command("ACL", "SETUSER", "reader", "resetkeys", "%R~*")
+        url = own_redis_server.url.replace("redis://:test-password@", "redis://reader:secret@")
+        with redis.Redis.from_url(url) as reader:
+            assert run_status(reader).queues[0].num_waiting == 6
+
+
 def _age_history(client: redis.Redis, seconds: float) -> None:
     """As if the last looks had been so long ago."""
     history = History.load(client)
