@@ -163,7 +163,8 @@ def _fit_logits(probe: _Probe) -> tuple[float, float | None]:
     normed_PH *= LARGE_LOGIT / float((probe.logits(normed_PH * 1e-3) * 1e3).std())
     raw_PV = nn.functional.linear(normed_PH, weight_VH, bias_V)
     wanted_PV = probe.logits(normed_PH)
-    softcaps = [None, *(value for value in probe.numbers if value > float(wanted_PV.abs().max()))]
+    largest = float(wanted_PV.abs().max())  # is the softcap itself where tanh is 1 in float32
+    softcaps = [None, *(value for value in probe.numbers if value >= largest * (1 - EXACT))]
     for softcap in softcaps:
         unsure = wanted_PV.abs() > 0.9 * (softcap or float("inf"))
         uncapped_PV = wanted_PV if softcap is None else (wanted_PV / softcap).atanh() * softcap

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.reader.trainers_page import ROOT, TrainersPage, export_as_typed
+from tests.reader.trainers_page import ROOT, TrainersPage, type_command
 from tests.support.made_run import MadeRun
 
 
@@ -20,7 +20,7 @@ def test_every_command_and_example_of_the_trainers_page_runs(
     page = TrainersPage.read(model_run.folder)
     assert len(page.commands) == 6
     for command in page.commands:
-        export_as_typed(command, tmp_path)
+        type_command(command, tmp_path)
     monkeypatch.chdir(tmp_path)
     exec(compile(page.code[""], "docs/trainers.md", "exec"), {})
     assert {"drafter-data", "eagle-shuffled"} <= set(os.listdir(tmp_path))

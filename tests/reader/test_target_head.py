@@ -97,6 +97,14 @@ def test_scales_softcaps_and_offsets_are_recorded_as_the_config_states_them(tmp_
     assert not heads["llama"].tied
 
 
+@pytest.mark.parametrize("softcap", [2.0, 5.0, 9.0, 30.0, 50.0, 200.0])
+def test_a_softcap_of_any_size_is_found(tmp_path: Path, softcap: float) -> None:
+    model = build_model(tiny_config("gemma2", final_logit_softcapping=softcap))
+    take_layers_out(model)
+    head, _ = describe_head(model, config_of(tmp_path / "run", "made/model", "float32"))
+    assert (head.logit_scale, head.logit_softcap) == (1.0, softcap)
+
+
 def test_a_head_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", "made/model", "float32")
     model = build_model(tiny_config("llama"))

@@ -14,7 +14,7 @@ import torch
 from hiddenq.reader import open_run
 from hiddenq.reader.exports import ExportSettings, export
 from hiddenq.reader.trainers import SpeculatorsTransfer
-from tests.reader.trainers_page import ROOT, TrainersPage, export_as_typed
+from tests.reader.trainers_page import ROOT, TrainersPage, type_command
 from tests.support.made_run import MadeRun
 
 LOADERS = Path(__file__).parent / "loaders"
@@ -42,7 +42,7 @@ def test_speculators_own_loader_reads_the_export_and_takes_our_datasets(
     page = TrainersPage.read(model_run.folder)
     for command in page.commands:
         if "--to speculators" in command:
-            export_as_typed(command, tmp_path)
+            type_command(command, tmp_path)
     for name, fields in {
         "plain": {"draft_vocab_size": 48, "seed": 2},
         "linked": {"link": True, "seed": 2},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from hiddenq.reader import ExportSettings, export
+import hiddenq.cli.training  # noqa: F401 (it registers its commands)
+from hiddenq.cli import exit_status
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -37,16 +38,9 @@ class TrainersPage:
         return page
 
 
-def export_as_typed(command: str, folder: Path) -> None:
-    """`hiddenq export …`, by its options, into a folder."""
-    program, verb, *words = shlex.split(command)
-    assert (program, verb) == ("hiddenq", "export")
-    options: dict[str, Any] = {}
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            options[name] = True
-        else:
-            options[name] = word
-    out, dest, to = options.pop("out"), options.pop("dest"), options.pop("to")
-    export(out, ExportSettings(format=to, **options), folder / dest)
+def type_command(command: str, folder: Path) -> None:
+    """Run a command of the page in a folder, as the command line does."""
+    program, *arguments = shlex.split(command)
+    assert program == "hiddenq"
+    with contextlib.chdir(folder):
+        assert exit_status(arguments) == 0, command
