@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hiddenq
 import hiddenq.cli.inspect
-import hiddenq.cli.training  # noqa: F401 (they register their commands)
+import hiddenq.cli.training
 from hiddenq.cli import exit_status
 from hiddenq.reader import verify
 from tests.support.command import Command, make_command
