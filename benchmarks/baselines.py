@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from benchmarks.workload import Workload
 
-PEER_SAMPLES = 40
-SCRIPT_BATCHES = 6
+PEER_SAMPLES = 60
+SCRIPT_BATCHES = 4
 SCRIPT_BUDGET = 16384
 
 

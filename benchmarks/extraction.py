@@ -67,13 +67,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", default="dflash")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--parity", action="store_true", help="compare stored states with fp32 (needs memory for both)")
+    parser.add_argument("--random-weights", action="store_true", help="build the weights on the device, read none")
+    parser.add_argument("--keep-gb", type=float, default=1e9, help="delete committed shards above so many GB of them")
     parser.add_argument("--skip-engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
-        options.shape, options.samples, options.parity = "tiny", min(options.samples, 48), True
+        options.shape, options.samples, options.parity = "tiny", min(options.samples, 48), not options.random_weights
     return options
 
 
@@ -125,7 +127,13 @@ def run_part(options: argparse.Namespace) -> int:
     workload = make_workload(models, options.shape, num_samples=options.samples, tiny=options.tiny)
     layers = list(resolve_target_layers(options.layers, SHAPES[options.shape]().num_hidden_layers))
     result = parts.run_workload(
-        workload, options.shape, layers, work / "baseline", options.device, baselines=not options.no_baselines
+        workload,
+        options.shape,
+        layers,
+        work / "baseline",
+        options.device,
+        baselines=not options.no_baselines,
+        save=not options.random_weights,
     )
     plan(options, workload, models / "run")
     parts.print_result(result)
@@ -135,7 +143,12 @@ def run_part(options: argparse.Namespace) -> int:
 def worker(options: argparse.Namespace, settings: Any) -> int:
     """A worker as it is, but for one thing: once its model is ready, its engine is measured without queue and disk."""
     from benchmarks import parts
+    from benchmarks.workload import build_decoder
+    from gpu_worker import startup
     from gpu_worker.service import make_ready, serve
+
+    if options.random_weights:
+        startup.load_decoder = lambda *_, **__: build_decoder(options.shape, options.device)  # type: ignore[assignment]
 
     def prepare(settings: Any, config: Any, *arguments: Any, **named: Any) -> Any:
         ready = make_ready(settings, config, *arguments, **named)
@@ -219,7 +232,13 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         begun = time.monotonic()
         enqueue(client, record, (batch.job(config.run) for batch in batches))
         ledger = Ledger(client, config.run)
-        wait_until(lambda: ledger.totals().num_batches == len(batches), processes, log_path, every_seconds=0.05)
+        prune = Pruner(folder / "out", options.keep_gb * 1e9)
+
+        def is_over() -> bool:
+            prune.look(ledger)
+            return ledger.totals().num_batches == len(batches)
+
+        wait_until(is_over, processes, log_path, every_seconds=0.05)
         seconds = time.monotonic() - begun
         checks = self_checks(client, config.run)
         totals = ledger.totals()
@@ -246,7 +265,35 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "start": {name: value for name, value in events["ready"].items() if name.endswith("_seconds")},
         "self_check": max((check.max_relative_difference for check in checks), default=None),
         "num_self_checks": len(checks),
+        "num_pruned": prune.num_pruned,
     }
+
+
+class Pruner:
+    """Deletes committed shards where the machine is too small for the whole run; what was measured is done by then."""
+
+    LOOK_SECONDS = 1.0
+
+    def __init__(self, location: Path, keep_bytes: float) -> None:
+        self.num_pruned = 0
+        self._location, self._keep_bytes = location, keep_bytes
+        self._next = time.monotonic()
+        self._pruned: set[str] = set()
+
+    def look(self, ledger: Any) -> None:
+        """Delete the oldest committed shards above what is kept, once a second."""
+        if time.monotonic() < self._next or self._keep_bytes >= 1e18:
+            return
+        self._next = time.monotonic() + self.LOOK_SECONDS
+        entries = [entry for entry in ledger.entries().values() if entry.key not in self._pruned]
+        excess = sum(entry.num_bytes for entry in entries) - self._keep_bytes
+        for entry in sorted(entries, key=lambda entry: entry.batch_id):
+            if excess <= 0:
+                return
+            (self._location / entry.key).unlink(missing_ok=True)
+            self._pruned.add(entry.key)
+            self.num_pruned += 1
+            excess -= entry.num_bytes
 
 
 def start(part: str, folder: Path, log: Any, environment: dict[str, str], *more: str) -> subprocess.Popen[bytes]:

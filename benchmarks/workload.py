@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+
+from gpu_worker.loading import LoadedModel
 
 SHAPES: dict[str, Any] = {
     "qwen3-8b": lambda: Qwen3Config(
@@ -83,9 +86,27 @@ def build_model(shape: str, device: str) -> Any:
         torch.set_default_dtype(former)
 
 
-def write_workload(workload: Workload, model: Any) -> None:
-    """Write the model's folder and the data file."""
-    model.save_pretrained(workload.model)
+def build_decoder(shape: str, device: str) -> Any:
+    """The same without a head, as a worker would have loaded it."""
+    config = SHAPES[shape]()
+    torch.manual_seed(0)
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, str(config.dtype).removeprefix("torch.")))
+    try:
+        with torch.device(device):
+            model = AutoModel.from_config(config, attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(former)
+    return LoadedModel(model=model, config=config, attention="sdpa", quantization=None)
+
+
+def write_workload(workload: Workload, shape: str, model: Any) -> None:
+    """Write the model's folder (without `model`: its config and an empty weight file) and the data file."""
+    if model is not None:
+        model.save_pretrained(workload.model)
+    else:
+        SHAPES[shape]().save_pretrained(workload.model)
+        save_file({"none": torch.zeros(1)}, workload.model / "model.safetensors")
     with workload.data.open("w") as file:
         for row in workload.rows():
             file.write(json.dumps({"input_ids": row}) + "\n")
