@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import tempfile
 import threading
 import time
@@ -30,7 +32,7 @@ from hiddenq.delivery.transitions import Claim, Transitions, claim_of, new_execu
 RUN = "benchmark"
 SPOOL = "00000000-0000-4000-8000-000000000001"
 CLAIMED_AT_ONCE = 4
-THREADS = 8
+PROCESSES, THREADS = 2, 16
 
 
 def main() -> None:
@@ -57,10 +59,10 @@ def rates(server: EmbeddedServer, num_batches: int) -> dict[str, Any]:
     empty = used(client)
     enqueue_seconds = timed(lambda: queue_all(client, num_batches))
     queued = used(client)
-    gpu_seconds = timed(lambda: in_threads(server, lambda moves: drain(moves, names.extract_queue(RUN), run_one)))
+    gpu_seconds = timed(lambda: everywhere(server, lambda moves: drain(moves, names.extract_queue(RUN), run_one)))
     waiting = used(client)
     upload_seconds = timed(
-        lambda: in_threads(server, lambda moves: drain(moves, names.upload_queue(SPOOL), commit_one))
+        lambda: everywhere(server, lambda moves: drain(moves, names.upload_queue(SPOOL), commit_one))
     )
     committed = used(client)
     [run_queue, _] = fleet(client).queues
@@ -103,7 +105,7 @@ class _Run:
 
 def drain(moves: Transitions, queue: str, finish: Callable[[Transitions, Any], None]) -> None:
     """Claim and finish until the queue is empty."""
-    worker, kind = f"benchmark-{threading.get_ident()}", BatchJob if finish is run_one else ShardReady
+    worker, kind = f"benchmark-{os.getpid()}-{threading.get_ident()}", BatchJob if finish is run_one else ShardReady
     while claims := moves.claim(queue, worker=worker, host="here", executions=new_executions(CLAIMED_AT_ONCE)):
         for raw in claims:
             finish(moves, claim_of(raw, kind))  # type: ignore[type-var]
@@ -127,8 +129,19 @@ def commit_one(moves: Transitions, claim: Claim[ShardReady]) -> None:
     assert moves.settle(claim.job_id, claim.execution, ready, entry) == "committed"
 
 
+def everywhere(server: EmbeddedServer, work: Callable[[Transitions], None]) -> None:
+    """Do it in many threads of several processes at once, each with a connection of its own."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=in_threads, args=(server, work)) for _ in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
 def in_threads(server: EmbeddedServer, work: Callable[[Transitions], None]) -> None:
-    """Do it in several threads at once, each with its own connection."""
+    """One process's share of `everywhere`."""
     threads = [
         threading.Thread(target=lambda: work(Transitions(server.connect(), DeliverySettings()))) for _ in range(THREADS)
     ]

@@ -25,8 +25,6 @@ from hiddenq.delivery.transitions import flat
 CHUNK = 500
 FULL_WAIT_SECONDS = 0.5
 """Seconds between two looks at a queue that is full."""
-_OWN = ("data", "description", "batch_id", "run", "created_at")
-"""Fields of a job's hash that differ from batch to batch."""
 
 
 @dataclass
@@ -78,15 +76,12 @@ def enqueue(
 
 
 def _send(run: Callable[..., bytes], name: str, queue: str, batches: Sequence[BatchJob]) -> Sequence[bytes]:
-    shared = jobs.job_fields(batches[0])
-    for field in _OWN:
-        del shared[field]
     return run(  # type: ignore[return-value]
         "enqueue",
         *(jobs.pack(batch) for batch in batches),
         run=name,
         queue=queue,
-        fields=flat(shared),
+        fields=flat(jobs.shared_fields(BatchJob, queue)),
         jobs=[(jobs.job_id(batch), batch.batch_id, jobs.describe(batch)) for batch in batches],
     )
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import redis
@@ -52,24 +55,35 @@ def run_of(queue: str) -> str:
 def job_fields(message: BatchJob | ShardReady) -> dict[str, Any]:
     """The hash of a queued job, as RQ itself would write it, and hiddenq's own fields."""
     batch = message if isinstance(message, BatchJob) else message.batch
+    fields: dict[str, Any] = {
+        **shared_fields(type(message), queue_of(message)),
+        "data": pack(message),
+        "description": describe(message),
+        "run": batch.run,
+        "batch_id": batch.batch_id,
+    }
+    if isinstance(message, ShardReady):
+        fields |= {"spool_id": message.spool_id, "file_name": message.file_name}
+    return fields
+
+
+@lru_cache(maxsize=1024)
+def shared_fields(kind: type[BatchJob | ShardReady], queue: str) -> Mapping[str, Any]:
+    """What RQ writes into the hash of every job of a queue, whatever its message."""
     job = Job.create(
-        _FUNCTIONS[type(message)],
-        kwargs=message.model_dump(mode="json"),
+        _FUNCTIONS[kind],
         connection=_NOWHERE,
-        id=job_id(message),
-        origin=queue_of(message),
+        origin=queue,
         status=JobStatus.QUEUED,
-        description=describe(message),
         timeout=-1,
         result_ttl=-1,
         failure_ttl=-1,
         serializer=JSONSerializer,
     )
     fields: dict[str, Any] = job.to_dict()
-    fields |= {"status": str(fields["status"].value), "run": batch.run, "batch_id": batch.batch_id}
-    if isinstance(message, ShardReady):
-        fields |= {"spool_id": message.spool_id, "file_name": message.file_name}
-    return fields
+    for own in ("data", "description", "created_at"):
+        del fields[own]
+    return MappingProxyType(fields | {"status": str(fields["status"].value)})
 
 
 def describe(message: BatchJob | ShardReady) -> str:

@@ -6,7 +6,7 @@ so a process that lost its lease can change nothing; and asking again after a lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal
 
@@ -214,7 +214,7 @@ def new_executions(num: int) -> list[str]:
     return [names.new_execution() for _ in range(num)]
 
 
-def flat(fields: dict[str, Any]) -> list[Any]:
+def flat(fields: Mapping[str, Any]) -> list[Any]:
     """A hash as names and values in turn."""
     return [value for pair in fields.items() for value in pair]
 

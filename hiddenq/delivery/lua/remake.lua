@@ -38,7 +38,7 @@ if is_live(a.extract_job) or (upload and upload ~= a.job and is_live(upload)) th
   return 'held'
 end
 if redis.call('EXISTS', 'rq:job:' .. a.extract_job) == 0 then
-  redis.call('HSET', 'rq:job:' .. a.extract_job, unpack(ARGV, 2))
+  redis.call('HSET', 'rq:job:' .. a.extract_job, 'created_at', iso(now), unpack(ARGV, 2))
 end
 local remakes = redis.call('HINCRBY', 'rq:job:' .. a.extract_job, 'remakes', 1)
 local dead = remakes > a.max_remakes

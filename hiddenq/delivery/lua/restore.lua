@@ -12,11 +12,10 @@ if is_committed(a.run, a.batch_id) or redis.call('EXISTS', 'rq:job:' .. a.upload
 end
 redis.call('LREM', 'rq:queue:' .. a.extract_queue, 1, a.extract_job)
 lift(a.extract_job, a.extract_queue)
-redis.call('HSET', 'rq:job:' .. a.extract_job, unpack(ARGV, 2, 1 + a.fields_of_extract))
+redis.call('HSET', 'rq:job:' .. a.extract_job, 'created_at', iso(now), unpack(ARGV, 2, 1 + a.fields_of_extract))
 complete(a.extract_job, a.extract_queue, a.execution, nil)
 redis.call('HSET', 'rq:job:' .. a.extract_job, 'upload', a.upload_job)
-redis.call('HSET', 'rq:job:' .. a.upload_job, unpack(ARGV, 2 + a.fields_of_extract))
-redis.call('HSET', 'rq:job:' .. a.upload_job, 'created_at', iso(now))
+redis.call('HSET', 'rq:job:' .. a.upload_job, 'created_at', iso(now), unpack(ARGV, 2 + a.fields_of_extract))
 wait(a.upload_job, a.upload_queue, false)
 redis.call('HSET', 'hiddenq:spool:' .. a.spool_id .. ':files', a.file_name, a.upload_job)
 redis.call('ZADD', 'hiddenq:spools', precise(now), a.spool_id)
