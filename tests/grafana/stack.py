@@ -46,8 +46,8 @@ from tests.support.redis_server import RedisServer
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, start_server
 from tests.support.waiting import wait_until
 
-DELIVERY = DeliverySettings(lease_seconds=6, renew_seconds=1, reap_seconds=1, retry_delays=(600.0,))
-TIMING = Timing(floor_seconds=12, restart_seconds=4, window="20s", interval_seconds=1)
+DELIVERY = DeliverySettings(lease_seconds=8, renew_seconds=1, reap_seconds=1, retry_delays=(600.0,))
+TIMING = Timing(floor_seconds=15, restart_seconds=5, window="20s", interval_seconds=1)
 ROWS = 2000
 """Enough that batches wait all along: nothing here waits for the run to end."""
 
