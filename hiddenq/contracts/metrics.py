@@ -145,7 +145,7 @@ MONITOR_FAMILIES: tuple[Family, ...] = (
            labels=("run",)),
     Family(name="run_complete", text="1 when every batch is committed.", labels=("run",)),
     Family(name="batch_p99_seconds", labels=("run",),
-           text="99th percentile of the run's batch times over its last 1,024 batches; 0 before the first."),
+           text="99th percentile of the run's batch times over its newest 500 batches; 0 before the first."),
     Family(name="spool_alive", text="1 while the spool's heartbeat is fresh.", labels=("spool_id", "host")),
     Family(name="spool_bytes", text="Bytes in the spool, as its newest report says.", labels=("spool_id", "host")),
     Family(name="spool_files", text="Finished shards in the spool.", labels=("spool_id", "host")),

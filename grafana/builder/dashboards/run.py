@@ -139,7 +139,7 @@ _REST = Section(
         ),
         _series(
             "Batch time, 99th percentile",
-            "Over the run's last 1,024 batches; what the stall alert measures by.",
+            "Over the run's newest 500 batches; what the stall alert measures by.",
             "s",
             (_monitor("batch_p99_seconds"), "{{run}}"),
         ),
