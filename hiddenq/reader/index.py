@@ -79,7 +79,13 @@ def read_index(data: bytes, config: RunConfig) -> SampleIndex:
         DamagedShard: it is no parquet file, lacks a column, or a row contradicts `run.json`.
     """
     try:
-        table = pq.read_table(pa.BufferReader(data), columns=list(INDEX_COLUMNS))
+        file = pq.ParquetFile(pa.BufferReader(data))
+        if file.metadata.num_rows > config.num_samples:
+            raise DamagedShard(
+                f"{names.INDEX}: {file.metadata.num_rows} rows, the run has {config.num_samples} samples; expected the "
+                f"index of run {config.run}"
+            )
+        table = file.read(columns=[name for name in INDEX_COLUMNS if name in file.schema_arrow.names])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DamagedShard(f"{names.INDEX}: not a readable index: {error}") from error
     missing = [name for name in INDEX_COLUMNS if name not in table.column_names]

@@ -47,6 +47,23 @@ def test_the_states_of_the_model_agree(real: MadeRun) -> None:
     assert 0 <= report.recomputed.worst_difference < 1e-5
 
 
+def test_fp8_states_agree_within_what_fp8_costs(tmp_path: Path, model_folder: Path) -> None:
+    made = make_run(
+        tmp_path / "run",
+        num_layers=4,
+        hidden_size=64,
+        dtype="float32",
+        storage_dtype="float8_e4m3fn",
+        target_layer_ids=(1, 2),
+        states=states_of_model(model_folder, (1, 2)),
+        model=str(model_folder),
+    )
+    report = verify(made.folder, recompute=4, seed=0)
+    assert report.ok, report.lines()
+    assert report.recomputed is not None
+    assert 0.01 < report.recomputed.worst_difference < report.recomputed.tolerance
+
+
 def test_layers_in_another_order_are_found(real: MadeRun) -> None:
     for sample in real.samples.values():
         sample.hidden_states = sample.hidden_states.flip(1)

@@ -215,8 +215,25 @@ def test_an_index_that_is_no_index_is_refused(make: Make) -> None:
     with pytest.raises(DamagedShard, match=r"index.parquet: not a readable index"):
         read_index(b"PAR1 but not really", made.config)
     pq.write_table(pq.read_table(made.folder / names.INDEX).drop_columns(["checksum"]), made.folder / names.INDEX)
-    with pytest.raises(DamagedShard, match=r"index.parquet: .*checksum"):
+    with pytest.raises(DamagedShard, match=r"index.parquet: column checksum is missing"):
         open_run(made.folder)
+
+
+def test_an_index_of_more_rows_than_the_run_has_is_not_read(make: Make) -> None:
+    made = make()
+    rows = rows_of(made)
+    write_index(made.folder / names.INDEX, rows + [rows[0] | {"sample_id": 10_000 + row} for row in range(5)])
+    with pytest.raises(DamagedShard, match=r"index.parquet: 17 rows, the run has 12 samples"):
+        open_run(made.folder)
+
+
+def test_a_run_of_which_nothing_came_through_is_empty(make: Make) -> None:
+    made = make()
+    write_index(made.folder / names.INDEX, [])
+    run = open_run(made.folder)
+    assert len(run) == 0
+    assert list(run) == []
+    assert 0 not in run
 
 
 def test_an_offset_beyond_the_shard_reads_nothing(make: Make) -> None:
