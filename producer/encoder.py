@@ -193,9 +193,13 @@ class Encoder:
         assert self.chat is not None
         longest = self._settings.max_length * _CHARS_PER_TOKEN * 2
         short = [item for item in pending if len(item.text) <= longest]
-        encode = self.chat.encode
-        add_special_tokens = pending[0].add_special_tokens
-        encodings = iter(encode([item.text for item in short], add_special_tokens=add_special_tokens))
+        encodings = iter(
+            self.chat.encode(
+                [item.text for item in short],
+                add_special_tokens=pending[0].add_special_tokens,
+                with_offsets=self.chat.byte_lengths is None or pending[0].add_special_tokens,
+            )
+        )
         return (next(encodings) if len(item.text) <= longest else self._tokenize_long(item) for item in pending)
 
     def _tokenize_long(self, item: _Pending) -> Any:
@@ -214,16 +218,23 @@ class Encoder:
         self, item: _Pending, encoding: Any, repairs: Counter[str]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         assert self.chat is not None
-        ids = encoding.ids
-        if self.chat.backend is None:
-            mask = mask_by_prefixes(ids, lambda text: self._prefix_ids(text, item), item.text, item.spans)
-        else:
+        ids = np.array(encoding.ids, np.int32)
+        by_bytes = None if item.add_special_tokens else self.chat.byte_lengths
+        found = by_bytes.mask(ids, item.text, item.spans) if by_bytes is not None else None
+        if found is not None:
+            mask, num_straddling = found
+        elif self.chat.backend is not None:
+            if by_bytes is not None:
+                encoding = self.chat.encode([item.text])[0]
             mask, num_straddling = mask_of_spans(encoding, item.spans, len(item.text))
-            if num_straddling:
-                repairs["straddling_tokens"] += num_straddling
+        else:
+            num_straddling = 0
+            mask = mask_by_prefixes(encoding.ids, lambda text: self._prefix_ids(text, item), item.text, item.spans)
         if item.add_special_tokens:
             mask[np.array(encoding.special_tokens_mask, bool)] = 0
-        return np.array(ids, np.int32), mask
+        if num_straddling:
+            repairs["straddling_tokens"] += num_straddling
+        return ids, mask
 
     def _prefix_ids(self, text: str, item: _Pending) -> list[int]:
         """Ids of a text's beginning, without what stands only at the end of a whole text."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.model_identity import TargetModel
+from producer.bytelevel import ByteLengths
 from producer.conversation import RowRejected
 from producer.settings import ProducerSettings
 from producer.template import ChatTemplate
@@ -128,6 +129,7 @@ class ChatTokenizer:
         if self.backend is not None:
             self.backend.no_truncation()
             self.backend.no_padding()
+        self.byte_lengths = ByteLengths.of(self.backend) if self.backend is not None else None
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -194,10 +196,11 @@ class ChatTokenizer:
                 "block, so nothing says where the assistant's words start; name another with --chat-template FILE"
             )
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Any]:
-        """Each text's `ids` and `special_tokens_mask`; with a backend, a `tokenizers.Encoding` that knows offsets."""
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False, with_offsets: bool = True) -> list[Any]:
+        """Each text's `ids` and `special_tokens_mask`; with a backend, a `tokenizers.Encoding`."""
         if self.backend is not None:
-            return list(self.backend.encode_batch(texts, add_special_tokens=add_special_tokens))
+            encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+            return list(encode(texts, add_special_tokens=add_special_tokens))
         return [
             SlowEncoding(
                 ids=(ids := self.tokenizer.encode(text, add_special_tokens=add_special_tokens)),
