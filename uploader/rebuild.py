@@ -35,6 +35,7 @@ def rebuild_ledger(
     Of several shards of one batch the one in `index.parquet` counts, else the first by name.
     `progress` is called with objects looked at, and objects in all.
     """
+    store.probe()  # a store that verifies checksums is asked for them; every other one is read
     plans = {batch.batch_id: batch for batch in load_batches(store)}
     indexed = _indexed(store)
     shards = [info for info in store.list(names.STATES_PREFIX) if _batch_of(info.key) in plans]

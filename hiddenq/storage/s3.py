@@ -18,6 +18,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
@@ -26,6 +28,7 @@ from hiddenq.storage.body import Body, FileBody, MemoryBody
 from hiddenq.storage.files import opened
 from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
+from hiddenq.storage.s3_errors import code_of
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
 from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe
 from hiddenq.storage.settings import StoreSettings
@@ -55,15 +58,8 @@ class S3Store:
         self._probing = threading.Lock()
         payer = {"RequestPayer": "requester"} if settings.request_payer else {}
         self._common: dict[str, Any] = {"Bucket": bucket, **payer}
-        self._written = {
-            name: value
-            for name, value in (
-                ("ServerSideEncryption", settings.sse),
-                ("SSEKMSKeyId", settings.sse_kms_key_id),
-                ("StorageClass", settings.storage_class),
-            )
-            if value is not None
-        }
+        self._encrypted = _given(ServerSideEncryption=settings.sse, SSEKMSKeyId=settings.sse_kms_key_id)
+        self._shard = {**self._encrypted, **_given(StorageClass=settings.storage_class)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process makes its own client."""
@@ -84,13 +80,18 @@ class S3Store:
         return info
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._put(key, MemoryBody(data, self._limit), crc.of_bytes(data))
+        self._put(key, MemoryBody(data, self._limit), crc.of_bytes(data), **self._encrypted)
 
     def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= begin:
             return b""
         span = {} if begin == 0 and end is None else {"Range": f"bytes={begin}-{'' if end is None else end - 1}"}
-        data: bytes = self._call(key, lambda client: client.get_object(**self._of(key), **span)["Body"].read())
+        try:
+            data: bytes = self._call(key, lambda client: client.get_object(**self._of(key), **span)["Body"].read())
+        except StoreRefused as error:
+            if isinstance(error.__cause__, ClientError) and code_of(error.__cause__) == "InvalidRange":
+                return b""  # from the object's end on, there is nothing
+            raise
         return data
 
     def open_local(self, key: str) -> Path | None:
@@ -151,7 +152,7 @@ class S3Store:
         body = FileBody(source, name, 0, num_bytes, self._limit)
         if body.checksum != checksum:
             raise DamagedShard(f"{name}: expected checksum {checksum}, found {body.checksum}")
-        self._put(key, body, checksum, **self._written)
+        self._put(key, body, checksum, **self._shard)
 
     def _put(self, key: str, body: Body, checksum: str, **extra: Any) -> None:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self._can().single else {}
@@ -169,7 +170,7 @@ class S3Store:
             checksummed=self._can().multipart,
             limit=self._limit,
         )
-        upload.begin(**self._written, Metadata={METADATA_CHECKSUM: checksum})
+        upload.begin(**self._shard, Metadata={METADATA_CHECKSUM: checksum})
         try:
             found = upload.send(source, name, sizes, self._connection.pool)
             if found != checksum:
@@ -230,7 +231,7 @@ class S3Store:
     def _can(self) -> S3Abilities:
         with self._probing:
             if self._abilities is None:
-                self._abilities = probe(self._connection, self._common, self._prefix, self._settings)
+                self._abilities = probe(self._connection, self._common, self._prefix, self._settings, self._encrypted)
             return self._abilities
 
     def _of(self, key: str) -> dict[str, Any]:
@@ -243,6 +244,11 @@ class S3Store:
 def _reopen(bucket: str, prefix: str, settings: StoreSettings) -> S3Store:
     limit = BandwidthLimit(settings.bandwidth_bytes_per_second)
     return S3Store(bucket, prefix, settings, observer=StoreObserver(), limit=limit)
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    """Those arguments of a request that are set."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _proof(answer: Mapping[str, Any]) -> str | None:

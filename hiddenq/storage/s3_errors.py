@@ -73,9 +73,11 @@ REFUSED = {
     "KMS.NotFoundException": "no such KMS key; check --sse-kms-key-id",
     "EntityTooLarge": "the store takes no object of this size; lower --max-shard-bytes",
     "InvalidObjectState": "the object is archived; restore it first",
+    "SecondLevelDomainForbidden": "the store wants the bucket in the host name; use --addressing-style virtual",
+    "PathStyleDomainForbidden": "the store wants the bucket in the host name; use --addressing-style virtual",
     "NotImplemented": "the store does not know a header that was sent; try --checksums metadata",
-    "InvalidArgument": "the store does not take an argument; try --checksums metadata or --addressing-style path",
-    "InvalidRequest": "the store does not take the request; try --checksums metadata or --addressing-style path",
+    "InvalidArgument": "the store does not take an argument; try --checksums metadata or --addressing-style virtual",
+    "InvalidRequest": "the store does not take the request; try --checksums metadata or --addressing-style virtual",
 }
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
 _BY_STATUS = {"301": "PermanentRedirect", "307": "TemporaryRedirect", "403": "AccessDenied"}

@@ -38,8 +38,14 @@ class S3Abilities:
     detail: str
 
 
-def probe(connection: S3Connection, common: dict[str, Any], prefix: str, settings: StoreSettings) -> S3Abilities:
-    """Ask the store.
+def probe(
+    connection: S3Connection,
+    common: dict[str, Any],
+    prefix: str,
+    settings: StoreSettings,
+    written: dict[str, Any],
+) -> S3Abilities:
+    """Ask the store. `written` are the arguments with which everything is written (encryption).
 
     Raises:
         StoreRefused: it can't be written or read, or can't do what `settings.checksums` asks for.
@@ -48,7 +54,7 @@ def probe(connection: S3Connection, common: dict[str, Any], prefix: str, setting
     target = {**common, "Key": f"{prefix}{PROBE_PREFIX}{secrets.token_hex(4)}"}
     call = functools.partial(connection.call, f"s3://{common['Bucket']}/{prefix.rstrip('/')}")
     try:
-        return _probe(call, target, settings)
+        return _probe(call, target, settings, written)
     except ObjectMissing as error:
         raise StoreRefused(f"{error}; the store lost an object just written, or there is no such bucket") from error
     finally:
@@ -56,8 +62,10 @@ def probe(connection: S3Connection, common: dict[str, Any], prefix: str, setting
             call(lambda client: client.delete_object(**target), num_attempts=1)
 
 
-def _probe(call: Callable[..., Any], target: dict[str, Any], settings: StoreSettings) -> S3Abilities:
-    call(lambda client: client.put_object(**target, Body=_DATA))
+def _probe(
+    call: Callable[..., Any], target: dict[str, Any], settings: StoreSettings, written: dict[str, Any]
+) -> S3Abilities:
+    call(lambda client: client.put_object(**target, **written, Body=_DATA))
     if call(lambda client: client.get_object(**target)["Body"].read()) != _DATA:
         raise StoreRefused(f"s3://{target['Bucket']}: an object read back differs from what was written")
     if settings.checksums == "metadata":
@@ -67,11 +75,11 @@ def _probe(call: Callable[..., Any], target: dict[str, Any], settings: StoreSett
 
     def put(checksum: str) -> None:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)}
-        call(lambda client: client.put_object(**target, **proof, Body=_DATA), num_attempts=1)
+        call(lambda client: client.put_object(**target, **written, **proof, Body=_DATA), num_attempts=1)
 
     def put_parts(checksum: str) -> None:
         upload = Multipart(call=call, target=target, checksummed=True, limit=BandwidthLimit(None))
-        upload.begin()
+        upload.begin(**written)
         try:
             upload.send_one(_DATA)
             upload.complete(checksum, len(_DATA), num_attempts=1)

@@ -66,9 +66,9 @@ class Spool:
             UsageError: no such folder, not one we may write, or marks that can't be.
         """
         if high_bytes is not None and high_bytes <= 0:
-            raise UsageError(f"--spool-high-bytes {high_bytes}: expected a positive number of bytes")
+            raise UsageError(f"--spool-bytes {high_bytes}: expected a positive number of bytes")
         if low_bytes is not None and not 0 <= low_bytes <= (high_bytes if high_bytes is not None else low_bytes):
-            raise UsageError(f"--spool-low-bytes {low_bytes}: expected 0 to the high mark ({high_bytes})")
+            raise UsageError(f"low mark {low_bytes}: expected 0 to the high mark ({high_bytes})")
         folder = open_folder(folder, create=create)
         spool = cls(folder, spool_id(folder, create=create), high_bytes, low_bytes)
         spool._check_readable()
@@ -90,7 +90,7 @@ class Spool:
             if num_bytes > limit:
                 raise UsageError(
                     f"--spool {self.folder}: a shard of {num_bytes} bytes does not fit below the high mark of {limit}; "
-                    "raise the mark, use a larger disk, or lower --token-budget"
+                    "raise --spool-bytes, use a larger disk, or lower --token-budget"
                 )
             paused = self.folder / _PAUSED
             if paused.exists() and used > low:
@@ -221,7 +221,11 @@ class Spool:
         return high, low
 
     def _used_bytes(self) -> int:
-        return self._reserved_bytes() + sum(entry.num_bytes for entry in self.files())
+        return sum(
+            status.st_size
+            for name, status in self._scan(self.folder)
+            if name.startswith(TEMPORARY_PREFIX) or names.parse_shard_name(name)
+        )
 
     def _reserved_bytes(self) -> int:
         return sum(status.st_size for name, status in self._scan(self.folder) if name.startswith(TEMPORARY_PREFIX))

@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_spool_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spool_id").write_text("me")
     with pytest.raises(UsageError, match="spool_id holds no UUID"):
         Spool.open(tmp_path)
-    with pytest.raises(UsageError, match="--spool-low-bytes 11: expected 0 to the high mark"):
+    with pytest.raises(UsageError, match="low mark 11: expected 0 to the high mark"):
         Spool.open(tmp_path / "new", high_bytes=10, low_bytes=11)
 
 

@@ -22,7 +22,7 @@ from hiddenq.contracts.errors import (
 )
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.s3_multipart import part_sizes
-from tests.support.faulty_proxy import Answer, FaultyProxy, StripChecksums, has_checksum
+from tests.support.faulty_proxy import CHECKSUMS, ENCRYPTION, Answer, FaultyProxy, has_checksum
 from tests.support.s3_server import SECRET_KEY, S3Location, S3Server
 
 KEY = "states/000001-0123abcd.safetensors"
@@ -109,6 +109,8 @@ def test_ranges_are_half_open_and_a_missing_object_is_named(store: ObjectStore) 
     assert store.get_bytes("run.json", 2, 5) == b"234"
     assert store.get_bytes("run.json", 8) == b"89"
     assert store.get_bytes("run.json", 3, 3) == b""
+    assert store.get_bytes("run.json", 10) == b""
+    assert store.get_bytes("run.json", 8, 100) == b"89"
     with pytest.raises(ObjectMissing, match=r"/nothing\.json: no such object"):
         store.get_bytes("nothing.json")
     assert store.stat("nothing.json") is None
@@ -136,7 +138,7 @@ def test_a_listing_is_sorted_spans_pages_and_leaves_out_hidden_names(
 def test_a_store_without_checksums_gets_none_and_is_read_back(
     faulty_proxy: FaultyProxy, s3_location: S3Location, tmp_path: Path
 ) -> None:
-    faulty_proxy.plan(StripChecksums())
+    faulty_proxy.plan(CHECKSUMS)
     store = store_at(faulty_proxy.endpoint_url, s3_location.uri)
     assert store.probe().confirm == "read_back"
     faulty_proxy.requests.clear()
@@ -164,7 +166,7 @@ def test_an_old_store_that_refuses_unknown_headers_is_used_without_them(
 def test_asking_a_lax_store_for_checksums_is_refused_with_the_way_out(
     faulty_proxy: FaultyProxy, s3_location: S3Location
 ) -> None:
-    faulty_proxy.plan(StripChecksums())
+    faulty_proxy.plan(CHECKSUMS)
     with pytest.raises(StoreRefused, match="does not verify CRC64-NVME; use --checksums metadata"):
         store_at(faulty_proxy.endpoint_url, s3_location.uri, checksums="crc64nvme").probe()
     assert store_at(faulty_proxy.endpoint_url, s3_location.uri, checksums="metadata").probe().confirm == "read_back"
@@ -257,6 +259,24 @@ def test_metadata_and_storage_settings_go_with_the_object(
     store.put_file(KEY, path, checksum=checksum, num_bytes=1000)
     answer = s3_server.client().head_object(Bucket=s3_location.bucket, Key=f"{s3_location.prefix}/{KEY}")
     assert answer["StorageClass"] == "STANDARD_IA"
+
+
+def test_whatever_is_written_is_encrypted_as_asked(
+    faulty_proxy: FaultyProxy, s3_location: S3Location, tmp_path: Path
+) -> None:
+    faulty_proxy.plan(ENCRYPTION)  # this server has no keys
+    store = store_at(faulty_proxy.endpoint_url, s3_location.uri, sse="AES256")
+    store.put_bytes("run.json", b"{}")
+    for num_bytes in (1000, 3 * PART):
+        path, checksum = make_file(tmp_path, num_bytes)
+        store.put_file(KEY, path, checksum=checksum, num_bytes=num_bytes)
+    writes = [
+        r
+        for r in faulty_proxy.requests
+        if (r.method == "PUT" and "partNumber" not in r.target) or r.target.endswith("?uploads")
+    ]
+    assert len(writes) >= 6
+    assert {r.headers.get("x-amz-server-side-encryption") for r in writes} == {"AES256"}
 
 
 @pytest.mark.parametrize("num_bytes", [10 << 20, 333_333_333, 1 << 30, (1 << 40) + 7, 5 << 40])

@@ -74,11 +74,19 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class StripChecksums:
-    """Checksum headers vanish in both directions, as with a store that knows none."""
+class Strip:
+    """Headers that begin so vanish in both directions, as with a store that does not know them."""
+
+    prefixes: tuple[str, ...]
+
+    def hides(self, header: str) -> bool:
+        """Whether a header vanishes."""
+        return header.lower().startswith(self.prefixes)
 
 
-Fault = Answer | Reset | BlackHole | FlipByte | Slow | StripChecksums
+Fault = Answer | Reset | BlackHole | FlipByte | Slow | Strip
+CHECKSUMS = Strip(("x-amz-checksum", "x-amz-sdk-checksum"))
+ENCRYPTION = Strip(("x-amz-server-side-encryption",))
 
 
 @dataclass
@@ -149,11 +157,7 @@ def completes(request: Request) -> bool:
 
 def has_checksum(request: Request) -> bool:
     """Whether a request speaks of checksums, as newer clients do."""
-    return any(_speaks_of_checksums(name) for name in request.headers)
-
-
-def _speaks_of_checksums(header: str) -> bool:
-    return header.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum"))
+    return any(CHECKSUMS.hides(name) for name in request.headers)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -177,14 +181,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body(length, fault.bytes_per_second if isinstance(fault, Slow) else None)
         if isinstance(fault, FlipByte) and body:
             body = bytes([body[0] ^ 1]) + body[1:]
-        if isinstance(fault, StripChecksums):
-            headers = self._without_checksums(request)
+        if isinstance(fault, Strip):
+            headers = self._without(request, fault)
         status, answer_headers, answer = self._forward(request, headers, body) if _reaches(fault) else (0, [], b"")
         if isinstance(fault, Answer):
             status, answer_headers = fault.status, [("Content-Type", "application/xml")]
             answer = f"<Error><Code>{fault.code}</Code><Message>planned</Message></Error>".encode()
-        if isinstance(fault, StripChecksums):
-            answer_headers = [item for item in answer_headers if not _speaks_of_checksums(item[0])]
+        if isinstance(fault, Strip):
+            answer_headers = [item for item in answer_headers if not fault.hides(item[0])]
         self._answer(status, answer_headers, answer)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do
@@ -213,9 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
             response = connection.getresponse()
             return response.status, response.getheaders(), response.read()
 
-    def _without_checksums(self, request: Request) -> dict[str, str]:
-        """The request's headers signed anew, as if the client had never spoken of checksums."""
-        kept = {name: value for name, value in request.headers.items() if not _speaks_of_checksums(name)}
+    def _without(self, request: Request, strip: Strip) -> dict[str, str]:
+        """The request's headers signed anew, as if the client had never sent those."""
+        kept = {name: value for name, value in request.headers.items() if not strip.hides(name)}
         signed = AWSRequest(request.method, f"http://{kept['host']}{request.target}", headers=kept)
         signed.context["client_config"] = Config(s3={"payload_signing_enabled": False})
         S3SigV4Auth(Credentials(ACCESS_KEY, SECRET_KEY), "s3", "us-east-1").add_auth(signed)
