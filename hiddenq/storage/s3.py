@@ -4,6 +4,9 @@ Invariant: `put_file` returns only after the store is shown to hold the recorded
 (each part's checksum, combined, must be the recorded one before an upload is completed), the store refuses what arrives
 damaged where it can, and says its own checksum of the whole object; where it can't, the object is read back once.
 A probe finds out which, once a process.
+
+Parts go through boto3's own HTTP client, several at once: benchmarks/upload.py found the C runtime no faster, at more
+than twice the processor time.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ class S3Store:
         )
 
     def checksum(self, key: str) -> str:
-        trusted = self._abilities.single if self._abilities else self._settings.endpoint_url is None
+        trusted = self._abilities.single if self._abilities else self._connection.is_aws
         return (trusted and _proof(self._head(key))) or self._read_back(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

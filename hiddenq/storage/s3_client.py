@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
@@ -53,6 +54,12 @@ class S3Connection:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._settings.num_connections, thread_name_prefix="part")
             return self._pool
+
+    @property
+    def is_aws(self) -> bool:
+        """Whether the endpoint is Amazon's own (whatever setting, variable or profile decided it)."""
+        host = urlsplit(self._client().meta.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
         """The answer to a request that may be repeated without harm; errors are ours."""

@@ -20,7 +20,8 @@ from hiddenq.contracts.errors import (
     StoreRefused,
     UsageError,
 )
-from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store
+from hiddenq.storage.s3_client import S3Connection
 from hiddenq.storage.s3_multipart import part_sizes
 from tests.support.faulty_proxy import CHECKSUMS, ENCRYPTION, Answer, FaultyProxy, has_checksum
 from tests.support.s3_server import SECRET_KEY, S3Location, S3Server
@@ -161,6 +162,19 @@ def test_an_old_store_that_refuses_unknown_headers_is_used_without_them(
     assert store.probe().detail == "the store verifies no CRC64-NVME: none is sent, each object is read back"
     path, checksum = make_file(tmp_path, 3 * PART)
     assert store.put_file(KEY, path, checksum=checksum, num_bytes=3 * PART).checksum == checksum
+
+
+def test_without_a_probe_only_amazons_own_word_is_taken_for_a_checksum(
+    faulty_proxy: FaultyProxy, s3_location: S3Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_at(faulty_proxy.endpoint_url, s3_location.uri).put_bytes("run.json", b"{}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.endpoint_url)
+    reader = open_store(s3_location.uri)
+    faulty_proxy.requests.clear()
+    assert reader.checksum("run.json") == crc.of_bytes(b"{}")
+    assert [request.method for request in faulty_proxy.requests] == ["GET"], "read, and nothing written"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert S3Connection(StoreSettings(region="eu-west-3"), StoreObserver()).is_aws
 
 
 def test_asking_a_lax_store_for_checksums_is_refused_with_the_way_out(
