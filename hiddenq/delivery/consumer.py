@@ -192,12 +192,15 @@ class Consumer(Generic[M]):
     def enter(self, claim: Claim[M], stage: str) -> None:
         """Enter a stage; it is in Redis when this returns, and its deadline runs from now.
 
+        A batch that was charged before is on the GPU alone: entering `gpu` waits until the others have left it (by
+        another thread entering their next stage, or ending them).
+
         Raises:
             LeaseLost: another execution owns the job now.
         """
+        self._held.enter(claim, stage)
         if not self._patiently(lambda: self._moves.enter(claim.job_id, claim.execution, stage)):
             self._lose(claim, f"could not enter {stage}")
-        self._held.enter(claim, stage)
 
     def lost(self, claim: Claim[M]) -> bool:
         """Whether the last renewal found the lease gone. Only the call that ends the claim decides."""

@@ -2,6 +2,9 @@
 
 Invariant: a stage's clock counts only time in which the process could work. It stands still while Redis or the store is
 away, and a process that was stopped (SIGSTOP, a suspended machine) is charged one tick for all of it.
+
+And a suspect, a batch that was charged before, is on the GPU alone: so if it kills the process again, no innocent is
+charged with it. The one death before, which made it a suspect, may have charged a neighbour once.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from hiddenq.delivery.jobs import M
-from hiddenq.delivery.transitions import Claim
+from hiddenq.delivery.transitions import CHARGED_STAGE, Claim
 
 
 @dataclass(eq=False)
@@ -34,6 +37,7 @@ class HeldClaims(Generic[M]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         self._by_execution: dict[str, Held[M]] = {}
         self._num_pauses = 0
 
@@ -49,12 +53,23 @@ class HeldClaims(Generic[M]):
         """Hold it no longer."""
         with self._lock:
             self._by_execution.pop(claim.execution, None)
+            self._left.notify_all()
 
     def enter(self, claim: Claim[Any], stage: str) -> None:
-        """The claim enters a stage; its clock starts at 0."""
+        """The claim enters a stage; its clock starts at 0. Waits while a suspect would not be on the GPU alone."""
         with self._lock:
-            if held := self._by_execution.get(claim.execution):
-                held.stage, held.spent_seconds = stage, 0.0
+            held = self._by_execution.get(claim.execution)
+            if held is None:
+                return
+            if stage == CHARGED_STAGE:
+                self._left.wait_for(lambda: held.lost or not self._would_crowd(held))
+            held.stage, held.spent_seconds = stage, 0.0
+            self._left.notify_all()
+
+    def _would_crowd(self, held: Held[M]) -> bool:
+        """Whether a suspect would share the GPU if this claim entered it now."""
+        others = [other for other in self._by_execution.values() if other is not held and other.stage == CHARGED_STAGE]
+        return bool(others) and any(each.claim.attempt > 1 for each in (held, *others))
 
     def is_lost(self, claim: Claim[Any]) -> bool:
         """Whether the claim's lease was found gone, or it is not held at all."""
@@ -72,6 +87,7 @@ class HeldClaims(Generic[M]):
             news = [held for key, held in self._by_execution.items() if key in executions and not held.lost]
             for held in news:
                 held.lost = True
+            self._left.notify_all()
             return [held.claim for held in news]
 
     @contextlib.contextmanager

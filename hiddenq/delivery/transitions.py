@@ -19,6 +19,9 @@ from hiddenq.delivery.jobs import M
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.settings import DeliverySettings
 
+CHARGED_STAGE = "gpu"
+"""The stage whose death is the batch's to answer for; reap.lua and enter.lua know it, too."""
+
 
 @dataclass(frozen=True)
 class RawClaim:

@@ -24,8 +24,9 @@ from hiddenq.delivery import (
     worker_name,
 )
 from tests.support.redis_server import RedisServer, own_redis_server, redis_client, redis_server, shared_redis_server
+from tests.support.small_disk import small_disk
 
-__all__ = ["own_redis_server", "redis_client", "redis_server", "shared_redis_server"]
+__all__ = ["own_redis_server", "redis_client", "redis_server", "shared_redis_server", "small_disk"]
 
 FAST = DeliverySettings(
     lease_seconds=1.2,

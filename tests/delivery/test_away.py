@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import redis
 
 from hiddenq.contracts.errors import RedisAway
-from hiddenq.delivery import DeliverySettings, Ledger, enqueue
+from hiddenq.delivery import DeliverySettings, Ledger, connect, enqueue
 from tests.delivery.conftest import FAST, Bench, batch, entry, record, shard
 from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer
@@ -124,7 +127,43 @@ def _set_soon() -> threading.Event:
     return event
 
 
-@pytest.mark.parametrize("refusal", ["readonly", "misconf"])
+def test_a_redis_that_cannot_persist_is_waited_for(small_disk: Path) -> None:
+    server = RedisServer(small_disk / "redis")
+    filler = small_disk / "filler"
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        bench = Bench(server, stack)
+        bench.enqueue(1)
+        worker = bench.gpu_worker()
+        [claim] = worker.claim()
+        fill(filler)
+        with server.client() as client, pytest.raises(redis.ResponseError, match="MISCONF Errors writing to the AOF"):
+            write_for_ever(client)
+        with pytest.raises(RedisAway, match="MISCONF"):
+            connect(server.url, wait_seconds=0.1)
+        thread = publish_in_thread(worker, claim)
+        wait_until(lambda: worker.redis_away)
+        filler.unlink()
+        thread.join()
+        assert bench.status("run-000000") == "finished"
+        assert bench.client.hget("rq:job:run-000000", "attempts") is None
+
+
+def write_for_ever(client: redis.Redis) -> None:
+    """Until an error ends it."""
+    while True:
+        client.set("more", "x" * 100_000)
+
+
+def fill(path: Path) -> None:
+    """Take all that the disk has left."""
+    with path.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"0" * 65536)
+            file.flush()
+
+
+@pytest.mark.parametrize("refusal", ["readonly", "too few replicas"])
 def test_a_redis_that_refuses_writes_is_waited_for(own_bench: Bench, refusal: str) -> None:
     own_bench.enqueue(1)
     worker = own_bench.gpu_worker()
@@ -133,7 +172,7 @@ def test_a_redis_that_refuses_writes_is_waited_for(own_bench: Bench, refusal: st
         if refusal == "readonly":
             client.replicaof("127.0.0.1", 1)
         else:
-            client.config_set("min-replicas-to-write", 1)  # NOREPLICAS: a sibling of MISCONF that can be had at will
+            client.config_set("min-replicas-to-write", 1)
         thread = publish_in_thread(worker, claim)
         wait_until(lambda: worker.redis_away)
         assert thread.is_alive()

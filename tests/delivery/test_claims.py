@@ -5,6 +5,8 @@ Invariant under test: a claim ends exactly once, by the execution that owns it, 
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from hiddenq.contracts.errors import LeaseLost
@@ -143,3 +145,27 @@ def test_several_runs_share_a_redis_without_mixing(bench: Bench) -> None:
     any_run.listen(["hiddenq-extract-one", "hiddenq-extract-two"])
     assert {claim.message.run for claim in one.claim(10)} == {"one"}
     assert {claim.message.run for claim in any_run.claim(10)} == {"two"}
+
+
+def test_a_batch_that_was_charged_before_is_on_the_gpu_alone(bench: Bench) -> None:
+    bench.enqueue(3)
+    worker = bench.gpu_worker()
+    [suspect] = worker.claim()
+    worker.fail(suspect, RuntimeError("once"))
+    first, second = worker.claim(2)
+    worker.enter(first, "gpu")
+    worker.enter(second, "gpu")  # innocents share it
+    [suspect] = wait_until(worker.claim)
+    entering = threading.Thread(target=worker.enter, args=(suspect, "gpu"))
+    entering.start()
+    worker.publish(first, shard(first))
+    entering.join(0.2)
+    assert entering.is_alive()
+    worker.enter(second, "write")
+    entering.join()
+    late = threading.Thread(target=worker.enter, args=(second, "gpu"))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    worker.publish(suspect, shard(suspect))
+    late.join()
