@@ -18,7 +18,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import cached_file
 
 from gpu_worker.head_probe import describe_head, take_layers_out
@@ -56,15 +56,15 @@ def load_head(name: str, revision: str | None) -> nn.Module:
         ModelError: there is no such model, or a tensor is missing, of another shape, or quantised.
     """
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-        with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(getattr(config, "text_config", config), dtype=torch.float32)
+        model = _without_weights(AutoConfig.from_pretrained(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ModelError(f"--target-head: {name} can't be loaded: {str(error).splitlines()[0]}") from error
     take_layers_out(model)
     model.tie_weights()
     wrappers = re.compile(rf"^(?:(?:{'|'.join({*_WRAPPERS, model.base_model_prefix})})\.)*")
-    parameters = list(model.named_parameters())
+    language = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    wanted = {id(parameter) for module in language for parameter in module.parameters()}
+    parameters = [(key, parameter) for key, parameter in model.named_parameters() if id(parameter) in wanted]
     found = _read_tensors(name, revision, {wrappers.sub("", key) for key, _ in parameters}, wrappers)
     for key, parameter in parameters:
         tensor = found.get(wrappers.sub("", key))
@@ -78,6 +78,16 @@ def load_head(name: str, revision: str | None) -> nn.Module:
     model.tie_weights()
     network: nn.Module = model.eval()
     return network
+
+
+def _without_weights(config: Any) -> Any:
+    """A causal model of a config (of a wrapper's text part, if that stands alone), its weights on the meta device."""
+    text = config.get_text_config()
+    auto, chosen = (AutoModelForCausalLM, text)
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        auto, chosen = AutoModelForImageTextToText, config
+    with init_empty_weights(include_buffers=False):
+        return auto.from_config(chosen, dtype=torch.float32)
 
 
 def _read_tensors(name: str, revision: str | None, wanted: set[str], wrappers: re.Pattern[str]) -> dict[str, Tensor]:
