@@ -29,23 +29,18 @@ from typing import Any, Generic, Literal, NoReturn, Self
 import redis
 
 from hiddenq import telemetry
-from hiddenq.contracts.errors import BadMessage, HiddenqError, LeaseLost, RedisAway, UnknownSchema, UsageError
+from hiddenq.contracts.errors import BadMessage, LeaseLost, RedisAway, UnknownSchema, UsageError
 from hiddenq.contracts.messages import BatchJob, LedgerEntry, ShardReady
 from hiddenq.contracts.reports import WorkerReport
-from hiddenq.delivery.connection import Patience, T, away_errors
+from hiddenq.delivery.connection import Patience, T
+from hiddenq.delivery.departure import Departure
 from hiddenq.delivery.failures import failure_of, one_line
-from hiddenq.delivery.held import Held, HeldClaims, all_threads
+from hiddenq.delivery.held import HeldClaims
 from hiddenq.delivery.jobs import M
 from hiddenq.delivery.keeper import Keeper
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.signals import StopSignals
 from hiddenq.delivery.transitions import Claim, Failure, RawClaim, Transitions, claim_of, new_executions
-
-STALLED_STATUS = 70
-"""Exit status of a process that a stage held past its deadline."""
-
-STALL_GRACE_SECONDS = 20.0
-"""Longest time in which a stalled process tells Redis why it ends."""
 
 
 def worker_name(role: str) -> str:
@@ -72,21 +67,30 @@ class Consumer(Generic[M]):
         on_stall: Callable[[Claim[M], str], None] | None = None,
     ) -> None:
         self.name = name
-        self.stopping = threading.Event()
-        self.stop_signal: int | None = None
         self._client = client
         self._message = message
         self._queues = [queues] if isinstance(queues, str) else list(queues)
         self._moves = Transitions(client, settings)
         self._settings = settings
         self._host = telemetry.host_name()
-        self._on_stall = on_stall
         self._held: HeldClaims[M] = HeldClaims()
+        self._departure: Departure[M] = Departure(
+            self._moves,
+            self._held,
+            name=name,
+            queues=lambda: self.queues,
+            entry=lambda: self._keeper.entry,
+            on_stall=on_stall,
+        )
+        self.stopping = self._departure.stopping
+        """Set by the first signal, or when the host is drained: claim no more."""
         self._ending = threading.Event()
         self._patiently = Patience(give_up=self._ending.is_set)
         self._patiently_claim = Patience(give_up=self.stopping.is_set)
         self._signals: StopSignals | None = None
-        self._keeper = Keeper(client, self._moves, self._held, consumer=self, report=report, host=self._host)
+        self._keeper = Keeper(
+            client, self._moves, self._held, consumer=self, departure=self._departure, report=report, host=self._host
+        )
 
     # Life
 
@@ -106,7 +110,7 @@ class Consumer(Generic[M]):
         self.stopping.set()
         self._ending.set()
         self._keeper.close()
-        self._leave(withdraw=withdraw)
+        self._departure.leave(withdraw=withdraw)
         if self._signals:
             self._signals.uninstall()
 
@@ -124,8 +128,13 @@ class Consumer(Generic[M]):
 
         In the main thread only.
         """
-        self._signals = StopSignals(first=self._stop, again=self._stop_at_once)
+        self._signals = StopSignals(first=self._departure.stop, again=self._departure.stop_at_once)
         self._signals.install()
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal that asked this process to stop; None if none did."""
+        return self._departure.stop_signal
 
     @property
     def redis_away(self) -> bool:
@@ -297,42 +306,3 @@ class Consumer(Generic[M]):
     def _lose(self, claim: Claim[Any], what: str) -> NoReturn:
         self._held.remove(claim)
         raise LeaseLost(f"{claim.job_id}: execution {claim.execution} lost its lease to another one; {what}")
-
-    # Ends of the process
-
-    def _stop(self, signum: int) -> None:
-        self.stop_signal = signum
-        self.stopping.set()
-        telemetry.logger().info("stopping", signal=signum, held=len(self._held), next="finishing what is held")
-
-    def _stop_at_once(self, signum: int) -> None:
-        telemetry.logger().warning("stopping_at_once", signal=signum, held=len(self._held), next="handing it back")
-        self._leave(withdraw=False)
-        os._exit(128 + signum)
-
-    def stall(self, held: Held[M]) -> NoReturn:
-        """A stage is past its deadline: record it with all threads' tracebacks, hand back the rest, end the process."""
-        last_resort = threading.Timer(STALL_GRACE_SECONDS, os._exit, (STALLED_STATUS,))
-        last_resort.daemon = True
-        last_resort.start()
-        claim, tracebacks = held.claim, all_threads()
-        error = f"StageDeadline: {held.spent_seconds:.0f} s in stage {held.stage}"
-        telemetry.logger().critical("stalled", job=claim.job_id, error=error, threads=tracebacks)
-        try:
-            if self._on_stall:
-                self._on_stall(claim, tracebacks)
-            failure = Failure(error=error, traceback=tracebacks, charged=True)
-            with away_errors():
-                self._moves.give_back(claim.job_id, claim.execution, failure)
-            self._leave(withdraw=False)
-        except HiddenqError as away:
-            telemetry.logger().error("stall_not_recorded", error=str(away), next="the lease runs out")
-        finally:
-            os._exit(STALLED_STATUS)
-
-    def _leave(self, *, withdraw: bool) -> None:
-        try:
-            with away_errors():
-                self._moves.leave(worker=self.name, queues=self.queues, entry=self._keeper.entry, withdraw=withdraw)
-        except RedisAway as error:
-            telemetry.logger().warning("left_without_word", error=str(error), next="leases run out by themselves")

@@ -21,7 +21,8 @@ from hiddenq import telemetry
 from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery.connection import away_errors
-from hiddenq.delivery.held import Held, HeldClaims
+from hiddenq.delivery.departure import Departure
+from hiddenq.delivery.held import HeldClaims
 from hiddenq.delivery.jobs import M
 from hiddenq.delivery.reaper import Reaping
 from hiddenq.delivery.transitions import Transitions
@@ -43,9 +44,6 @@ class Kept(Protocol):
     def redis_away(self) -> bool:
         """Whether any thread of it waits for Redis."""
 
-    def stall(self, held: Held[Any]) -> None:
-        """End the process: this claim is past its stage's deadline."""
-
 
 class Keeper(Generic[M]):
     """One consumer's thread."""
@@ -57,6 +55,7 @@ class Keeper(Generic[M]):
         held: HeldClaims[M],
         *,
         consumer: Kept,
+        departure: Departure[M],
         report: Callable[[], WorkerReport],
         host: str,
     ) -> None:
@@ -66,6 +65,7 @@ class Keeper(Generic[M]):
         self._moves = moves
         self._held = held
         self._consumer = consumer
+        self._departure = departure
         self._report = report
         self._host = host
         self._settings = moves.settings
@@ -134,7 +134,7 @@ class Keeper(Generic[M]):
             if not self._consumer.redis_away:
                 late = self._held.tick(min(now - last, 2 * tick), self._settings.stage_seconds)
                 if late:
-                    self._consumer.stall(late)
+                    self._departure.stall(late)
             last = now
             try:
                 if now >= next_beat:
