@@ -1,20 +1,21 @@
 """How fast the producer tokenises, how well it packs, and how much memory it takes.
 
-    python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N]
+    python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N] [--memory-rows 1000000]
 
 Rows are conversations of one to four exchanges cut from the Python documentation, with lengths spread log-normally.
 The baseline is `tokenizers`' own `encode_batch` over the very same rendered strings on the same cores; the two take
 turns, because a machine's speed drifts. The start of the processes is left out: it takes seconds, a run takes hours.
-Needs a model folder with a config and a chat tokenizer; weights are not looked at.
+`--memory-rows` also takes so many rows of token ids through the whole producer, and says its peak memory.
+Needs a model folder with a config and a chat tokenizer; of the weights, any file will do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import resource
 import statistics
 import tempfile
 import time
@@ -23,6 +24,8 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
+
+from hiddenq.model_identity import block_torch
 
 MEDIAN_WORDS, SIGMA = 220, 0.9
 
@@ -34,12 +37,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--memory-rows", type=int, default=0)
     arguments = parser.parse_args()
+    block_torch()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "rows.jsonl")
         write_rows(data, arguments.rows)
-        print(json.dumps(measure(arguments.model, data, arguments.rounds, arguments.processes) | padding(), indent=2))
+        results = measure(arguments.model, data, arguments.rounds, arguments.processes) | padding()
+        if arguments.memory_rows:
+            results |= memory(arguments.model, Path(folder), arguments.memory_rows)
+    print(json.dumps(results, indent=2))
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -71,9 +79,9 @@ def measure(model: str, data: Path, num_rounds: int, num_processes: int) -> dict
     with Job(settings) as job:
         chat = ChatTokenizer(TokenizerSource.of(settings, job.target))
         texts = [chat.template.render(json.loads(line)["messages"]) for line in data.open()]
-        ours, bare = [], []
+        ours, bare, peaks = [], [], [0]
         for _ in range(num_rounds):
-            ours.append(producer_rate(job))
+            ours.append(producer_rate(job, peaks))
             bare.append(bare_rate(chat, texts))
     return {
         "num_rows": len(texts),
@@ -81,18 +89,19 @@ def measure(model: str, data: Path, num_rounds: int, num_processes: int) -> dict
         "producer_tokens_per_second": [round(rate) for rate in ours],
         "encode_batch_tokens_per_second": [round(rate) for rate in bare],
         "ratio": round(statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True)), 3),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "peak_child_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "process_peak_bytes": max(peaks),
     }
 
 
-def producer_rate(job: Any) -> float:
-    """Tokens a second from the first blocks that come back to the last one."""
+def producer_rate(job: Any, peaks: list[int]) -> float:
+    """Tokens a second from the first blocks that come back to the last one; notes the processes' peak memory."""
     begin, num_tokens = 0.0, 0
     for number, block in enumerate(job.encode()):
         if number == 3 * job.settings.num_processes:
             begin, num_tokens = time.perf_counter(), 0
         num_tokens += len(block.input_ids)
+        if number % 16 == 0:
+            peaks += [peak_bytes(child.pid) for child in multiprocessing.active_children()]
     return num_tokens / (time.perf_counter() - begin)
 
 
@@ -106,6 +115,37 @@ def bare_rate(chat: Any, texts: list[str]) -> float:
     seconds = time.perf_counter() - begin
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return num_tokens / seconds
+
+
+def memory(model: str, folder: Path, num_rows: int) -> dict[str, Any]:
+    """Peak memory of a producer, in a process of its own, over rows of 100 token ids."""
+    data = folder / "ids.jsonl"
+    with data.open("w") as lines:
+        for number in range(num_rows):
+            lines.write(json.dumps({"input_ids": [number % 97] * (number % 199 + 1)}) + "\n")
+    ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=prepare_and_tell, args=(theirs, model, data, folder))
+    process.start()
+    peak, seconds = ours.recv()
+    process.join()
+    return {"memory_rows": num_rows, "memory_peak_bytes": peak, "memory_seconds": round(seconds, 1)}
+
+
+def prepare_and_tell(pipe: Any, model: str, data: Path, folder: Path) -> None:
+    """Run a producer; send its peak memory and how long it took."""
+    from hiddenq.storage import open_store
+    from producer import ProducerSettings, prepare
+
+    block_torch()
+    begin = time.perf_counter()
+    prepare(ProducerSettings(model=model, data=(str(data),), processes=1), open_store(folder / "out"))
+    pipe.send((peak_bytes(os.getpid()), time.perf_counter() - begin))
+
+
+def peak_bytes(pid: int | None) -> int:
+    """The most memory that a process has held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def padding() -> dict[str, float]:

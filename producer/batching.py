@@ -58,7 +58,7 @@ def order_keys(keys: Keys, shuffle_seed: int | None, rotary: RotaryLimits) -> No
     while begin < len(keys):
         longest = int(key_lengths(keys[begin : begin + 1])[0])
         shortest = max(longest - int(longest * _BAND), rotary.shortest_beside(longest))
-        end = int(np.searchsorted(keys, (MAX_LENGTH - shortest + 1) << _PLACE_BITS))
+        end = int(np.searchsorted(keys, np.uint64((MAX_LENGTH - shortest + 1) << _PLACE_BITS)))
         band = keys[begin:end]
         band[:] = band[np.argsort(_scramble(band, shuffle_seed), kind="stable")]
         begin = end

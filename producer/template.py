@@ -33,6 +33,8 @@ class ChatTemplate:
 
         self.text = text
         self.has_generation_block = _GENERATION_BLOCK.search(text) is not None
+        self.writes_date = "strftime_now" in text
+        """Whether a render may depend on the day it is made."""
         self._variables = variables
         try:
             self._compiled = _compile_jinja_template(text)

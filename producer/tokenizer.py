@@ -65,7 +65,7 @@ class TokenizerSource:
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"--chat-template {settings.chat_template}: can't be read: {error}") from error
         return cls(
-            model=settings.model,
+            model=str(folder) if (folder := Path(settings.model).expanduser()).is_dir() else settings.model,
             revision=target.identity.revision,
             local_only=target.local_only,
             trust_remote_code=settings.trust_remote_code,
@@ -76,7 +76,7 @@ class TokenizerSource:
     def digest(self) -> str:
         """blake2b-128 over the tokenizer's files in a folder, the chat template left out; over the commit of a hub."""
         digest = hashlib.blake2b(digest_size=16)
-        folder = Path(self.model).expanduser()
+        folder = Path(self.model)
         if not folder.is_dir():
             digest.update(f"commit {self.revision}".encode())
             return digest.hexdigest()

@@ -135,3 +135,11 @@ def test_batches_of_one_budget_come_in_falling_length() -> None:
     keys = ordered(list(range(1, 300)), None, RotaryLimits())
     lengths = [batch.padded_length for batch in cut_batches(iterate_lengths(keys), limits(RotaryLimits()))]
     assert all(longer >= shorter for longer, shorter in pairwise(lengths))
+
+
+def test_keys_keep_their_order_at_the_end_of_their_range() -> None:
+    first = (1 << 40) - 100
+    keys = make_keys(np.full(100, 7, np.int64), first)
+    order_keys(keys, 5, RotaryLimits())
+    assert sorted(key_places(keys).tolist()) == list(range(first, first + 100))
+    assert set(key_lengths(keys).tolist()) == {7}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from hiddenq.contracts.errors import DatasetError, ModelError, RunMismatch, UsageError, UserError
 from hiddenq.contracts.manifest import BatchPlan
@@ -213,3 +214,28 @@ def test_a_completion_is_supervised_and_its_prompt_is_not(produce: Produce) -> N
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {module}"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_a_template_that_writes_the_date_is_warned_about(tmp_path: Path, data: Path) -> None:
+    template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = make_model(tmp_path / "model", template=template)
+    with structlog.testing.capture_logs() as events:
+        prepare(settings(model, data), open_store(tmp_path / "out"))
+    assert [event["event"] for event in events if event["log_level"] == "warning"] == [
+        "chat template may write today's date"
+    ]
+
+
+def test_what_was_understood_and_mended_is_logged(model: Path, tmp_path: Path) -> None:
+    odd = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, chat("a", "b")["messages"][1]]}
+    rows = [chat("a", "b"), odd, {"messages": []}]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    with structlog.testing.capture_logs() as events:
+        prepare(settings(model, file, max_rejected=0.5), open_store(tmp_path / "out"))
+    understood, tokenised = events
+    assert understood["row_schema"] == "messages"
+    assert (tokenised["rejected"], tokenised["repairs"]) == ({"empty": 1}, {"text_parts_joined": 1})
