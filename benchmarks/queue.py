@@ -1,7 +1,7 @@
 """What one Redis carries: enqueue rate, batches finished a second, memory a batch, and a simulated fleet.
 
     python -m benchmarks.queue rates [--batches 100000]
-    python -m benchmarks.queue fleet [--batches 100000] [--workers 1024]
+    python -m benchmarks.queue fleet [--batches 100000] [--workers 1024] [--forward-seconds 1.05]
 
 Everything runs against a real server with the settings of the delivery promise (`appendfsync always`) and goes through
 the same scripts as a real worker; only the forward pass and the upload are left out. Prints one JSON object.
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("what", choices=["rates", "fleet"])
     parser.add_argument("--batches", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=1024)
+    parser.add_argument("--forward-seconds", type=float, default=1.05)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer.start(Path(folder))
@@ -47,7 +48,9 @@ def main() -> None:
             if options.what == "rates":
                 result = rates(server, options.batches)
             else:
-                result = simulated(server, options.batches, options.workers)
+                fleet_settings = FleetSettings(num_workers=options.workers, forward_seconds=options.forward_seconds)
+                queue_all(server.connect(), options.batches)
+                result = simulate(server, RUN, options.batches, fleet_settings)
         finally:
             server.stop()
     print(json.dumps(result, indent=2))
@@ -77,12 +80,6 @@ def rates(server: EmbeddedServer, num_batches: int) -> dict[str, Any]:
         "bytes_per_committed_batch_in_its_first_hour": round((committed - empty) / num_batches),
         "redis_cpu_milliseconds_per_batch": round(1000 * client.info("cpu")["used_cpu_user"] / num_batches, 3),
     }
-
-
-def simulated(server: EmbeddedServer, num_batches: int, num_workers: int) -> dict[str, Any]:
-    """A fleet with invented forward times, stragglers and deaths."""
-    queue_all(server.connect(), num_batches)
-    return simulate(server, RUN, num_batches, FleetSettings(num_workers=num_workers))
 
 
 def queue_all(client: redis.Redis, num_batches: int) -> None:

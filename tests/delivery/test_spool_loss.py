@@ -119,3 +119,12 @@ def test_what_a_dead_execution_left_may_be_swept_but_only_on_strong_evidence(ben
     assert not watcher.execution_is_dead(living.execution)
     worker._keeper.close()
     wait_until(lambda: watcher.execution_is_dead(living.execution))
+
+
+def test_a_spool_that_is_gone_for_a_day_and_empty_is_forgotten(bench: Bench) -> None:
+    bench.enqueue(1)
+    bench.run_all(bench.gpu_worker())
+    bench.client.zadd("hiddenq:spools", {OTHER_SPOOL: fleet(bench.client).now - 90_000})
+    bench.client.sadd("rq:queues", f"rq:queue:hiddenq-upload-{OTHER_SPOOL}")
+    wait_until(lambda: [spool.spool_id for spool in fleet(bench.client).spools] == [SPOOL])
+    assert {queue.spool_id for queue in fleet(bench.client).queues} == {None, SPOOL}

@@ -2,8 +2,8 @@
 --
 -- a: expected_now (what the Redis clock should say by the caller's own), tolerance_seconds, lease_seconds, max_attempts,
 --    retry_delays, spool_dead_seconds, exc (base64 of zlib)
--- Returns {"ok" or "jump", Redis time, given back, set aside, woken, spool without a heartbeat, ...}; on a jump nothing
--- was done.
+-- Returns {"ok" or "jump", Redis time, given back, set aside, woken, spool, ...}: spools without a heartbeat in which
+-- shards wait. On a jump nothing was done.
 --
 -- Only a batch that was on the GPU is charged: the first time it goes to the front at once, then it waits longer and
 -- longer. A score further ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
@@ -71,6 +71,19 @@ for _, job in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:delayed', '-inf', prec
   end
 end
 
+local abandoned, silent_since = {}, precise(now - a.spool_dead_seconds)
+for _, spool in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:spools', '-inf', silent_since, 'LIMIT', 0, SOME)) do
+  local queue = 'hiddenq-upload-' .. spool
+  if redis.call('EXISTS', 'rq:queue:' .. queue) + redis.call('ZCARD', 'rq:scheduled:' .. queue) > 0 then
+    abandoned[#abandoned + 1] = spool
+  elseif tonumber(redis.call('ZSCORE', 'hiddenq:spools', spool)) < now - EXECUTION_KEPT
+    and redis.call('EXISTS', 'hiddenq:spool:' .. spool .. ':files') == 0 then
+    redis.call('ZREM', 'hiddenq:spools', spool)
+    redis.call('DEL', 'hiddenq:spool:' .. spool)
+    redis.call('SREM', 'rq:queues', 'rq:queue:' .. queue)
+  end
+end
+
 -- Now and then, by whoever comes first: forget what nobody asks about any more.
 if redis.call('SET', 'hiddenq:swept', '1', 'NX', 'EX', 60) then
   redis.call('ZREMRANGEBYSCORE', 'hiddenq:executions', '-inf', precise(now - EXECUTION_KEPT))
@@ -82,5 +95,4 @@ if redis.call('SET', 'hiddenq:swept', '1', 'NX', 'EX', 60) then
   end
 end
 
-return { 'ok', precise(now), back, dead, woken,
-  unpack(redis.call('ZRANGEBYSCORE', 'hiddenq:spools', '-inf', precise(now - a.spool_dead_seconds), 'LIMIT', 0, SOME)) }
+return { 'ok', precise(now), back, dead, woken, unpack(abandoned) }
