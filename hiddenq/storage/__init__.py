@@ -5,7 +5,7 @@ Consumes files and bytes, produces objects under one location; imports `hiddenq.
     settings.py  how a store is reached          store.py      the interface
     local.py     a folder                        s3*.py        S3 and what speaks like it
     spool*.py    finished shards before upload   bandwidth.py  a limit that a host's uploaders share
-    runfiles.py  the small files of a run        body.py       what a request sends, checked as it leaves
+    runfiles.py  the small files of a run        body.py       what a request sends
 """
 
 from hiddenq.storage.bandwidth import BandwidthLimit

@@ -27,7 +27,7 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
 from hiddenq.storage.bandwidth import BandwidthLimit
-from hiddenq.storage.body import Body, FileBody, MemoryBody
+from hiddenq.storage.body import Body, PartBuffer
 from hiddenq.storage.files import opened
 from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
@@ -40,6 +40,7 @@ from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
 METADATA_CHECKSUM = "hiddenq-checksum"
 """Object metadata that keeps the checksum for stores that keep none."""
 _READ_BYTES = 8 << 20
+_buffer = PartBuffer()
 _NEXT_OBJECTS = {"NextContinuationToken": "ContinuationToken"}
 _NEXT_UPLOADS = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
 
@@ -83,7 +84,7 @@ class S3Store:
         return info
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._put(key, MemoryBody(data, self._limit), crc.of_bytes(data), **self._encrypted)
+        self._put(key, Body(data, self._limit), crc.of_bytes(data), **self._encrypted)
 
     def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= begin:
@@ -152,10 +153,11 @@ class S3Store:
         return num_removed
 
     def _put_whole(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
-        body = FileBody(source, name, 0, num_bytes, self._limit)
-        if body.checksum != checksum:
-            raise DamagedShard(f"{name}: expected checksum {checksum}, found {body.checksum}")
-        self._put(key, body, checksum, **self._shard)
+        data = _buffer.read(source, name, 0, num_bytes)
+        found = crc.of_bytes(data)
+        if found != checksum:
+            raise DamagedShard(f"{name}: expected checksum {checksum}, found {found}")
+        self._put(key, Body(data, self._limit), checksum, **self._shard)
 
     def _put(self, key: str, body: Body, checksum: str, **extra: Any) -> None:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self._can().single else {}

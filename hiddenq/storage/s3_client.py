@@ -80,9 +80,6 @@ class S3Connection:
         except (ClientError, BotoCoreError, OSError, ValueError) as error:
             if isinstance(error, ClientError) and code_of(error) in EXPIRED:
                 self._made = None
-            cause = getattr(error, "kwargs", {}).get("error")
-            if isinstance(cause, HiddenqError):  # a body's, while it was sent: botocore wraps whatever it meets
-                raise cause from error
             raise translate(error, where) from error
 
     def _count(self, state: RetryCallState) -> None:

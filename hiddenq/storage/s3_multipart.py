@@ -1,6 +1,6 @@
 """One multipart upload: equal parts, in parallel, each with its checksum.
 
-Invariant: what is completed is what was recorded. Each part leaves with its checksum and is checked as it leaves, and
+Invariant: what is completed is what was recorded. Each part's checksum is taken from the very buffer that is sent, and
 the checksum of the whole is combined from them in order, so a file that changes while it is read is found out before
 the upload is completed.
 """
@@ -16,9 +16,10 @@ from typing import Any
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import TransientError
 from hiddenq.storage.bandwidth import BandwidthLimit
-from hiddenq.storage.body import Body, FileBody, MemoryBody
+from hiddenq.storage.body import Body, PartBuffer
 
 MAX_PARTS = 10_000
+_buffer = PartBuffer()
 
 
 def part_sizes(num_bytes: int, part_bytes: int) -> list[int]:
@@ -52,8 +53,9 @@ class Multipart:
         """Send all parts; returns the checksum of what was sent. The first failure ends it."""
 
         def send_part(number: int) -> tuple[dict[str, Any], str]:
-            body = FileBody(source, name, number * sizes[0], sizes[number], self.limit)
-            return self._send(number + 1, body, body.checksum), body.checksum
+            data = _buffer.read(source, name, number * sizes[0], sizes[number])
+            checksum = crc.of_bytes(data)
+            return self._send(number + 1, data, checksum), checksum
 
         futures = [pool.submit(send_part, number) for number in range(len(sizes))]
         try:
@@ -67,7 +69,7 @@ class Multipart:
 
     def send_one(self, data: bytes) -> None:
         """Send these bytes as the only part."""
-        self._parts = [self._send(1, MemoryBody(data, self.limit), crc.of_bytes(data))]
+        self._parts = [self._send(1, memoryview(data), crc.of_bytes(data))]
 
     def complete(self, checksum: str, num_bytes: int, **options: Any) -> None:
         """Close the upload. If it is gone, an earlier answer was lost: the object itself says whether it is there."""
@@ -87,7 +89,8 @@ class Multipart:
                 **options,
             )
 
-    def _send(self, number: int, body: Body, checksum: str) -> dict[str, Any]:
+    def _send(self, number: int, data: memoryview, checksum: str) -> dict[str, Any]:
+        body = Body(data, self.limit)
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)} if self.checksummed else {}
         answer = self.call(
             lambda client: client.upload_part(

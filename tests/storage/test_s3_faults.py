@@ -18,7 +18,7 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import DamagedShard, StoreAway, StoreRefused, TransientError
 from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3, s3_client, s3_errors
 from hiddenq.storage.bandwidth import BandwidthLimit
-from hiddenq.storage.body import BLOCK_BYTES, FileBody, MemoryBody
+from hiddenq.storage.body import BLOCK_BYTES, Body
 from hiddenq.storage.s3_probe import S3Abilities
 from tests.support.faulty_proxy import (
     Answer,
@@ -194,7 +194,7 @@ def test_a_file_cut_or_flipped_while_it_is_sent_is_not_completed(
     path = tmp_path / NAME
     for spoil, text in (
         (lambda: os.truncate(path, 3 * PART), "cut: expected"),
-        (lambda: flip_last(path), "changed while|expected checksum"),
+        (lambda: flip_last(path), "expected checksum"),
     ):
         path.write_bytes(bytes(num_bytes))
         checksum = crc.of_file(path)
@@ -324,33 +324,14 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
     assert store.stat(KEY) is None
 
 
-def test_a_body_is_read_in_blocks_so_a_slow_line_is_no_timeout_as_long_as_it_moves(tmp_path: Path) -> None:
+def test_a_body_is_read_in_blocks_so_a_slow_line_is_no_timeout_as_long_as_it_moves() -> None:
     data = os.urandom(1_000_000)
-    path = tmp_path / NAME
-    path.write_bytes(b"before" + data + b"after")
-    with path.open("rb") as file:
-        bodies = [
-            MemoryBody(data, BandwidthLimit(None)),
-            FileBody(file.fileno(), NAME, 6, len(data), BandwidthLimit(None)),
-        ]
-        for body in bodies:
-            assert body.seek(0, os.SEEK_END) == len(body) == len(data)
-            for _ in range(2):
-                body.rewind()
-                blocks = []
-                while block := bytes(body.read(16_384)):
-                    blocks.append(block)
-                assert {len(block) for block in blocks[:-1]} == {BLOCK_BYTES}
-                assert b"".join(blocks) == data
-
-
-def test_a_byte_that_changes_between_announcement_and_sending_is_told_before_the_last_block(tmp_path: Path) -> None:
-    path = tmp_path / NAME
-    path.write_bytes(bytes(BLOCK_BYTES * 2))
-    with path.open("rb") as file:
-        body = FileBody(file.fileno(), NAME, 0, BLOCK_BYTES * 2, BandwidthLimit(None))
-        assert body.checksum == crc.of_file(path)
-        flip_last(path)
-        assert len(body.rewind().read(1)) == BLOCK_BYTES
-        with pytest.raises(DamagedShard, match="changed while it was sent"):
-            body.read(1)
+    body = Body(data, BandwidthLimit(None))
+    assert body.seek(0, os.SEEK_END) == len(body) == len(data)
+    for _ in range(2):
+        body.rewind()
+        blocks = []
+        while block := bytes(body.read(16_384)):
+            blocks.append(block)
+        assert {len(block) for block in blocks[:-1]} == {BLOCK_BYTES}
+        assert b"".join(blocks) == data
