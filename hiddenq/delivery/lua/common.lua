@@ -108,10 +108,11 @@ local function count(job, execution, field)
   end
 end
 
--- One entry of the job's results stream. `story` gives number, error, exc (base64 of zlib, as RQ writes it) and, if they
--- are not those of the execution's own hash, worker, host and device.
+-- One entry of the job's results stream. `story` gives number, error, exc (base64 of zlib, as RQ writes it) and, if
+-- they are not those of the execution's own hash, worker, host and device.
 local function record(job, execution, kind, story)
-  local found = redis.call('HMGET', 'rq:execution:' .. job .. ':' .. execution, 'worker_name', 'created_at', 'host', 'device')
+  local key = 'rq:execution:' .. job .. ':' .. execution
+  local found = redis.call('HMGET', key, 'worker_name', 'created_at', 'host', 'device')
   local worker = story and story.worker or found[1] or ''
   local fields = { 'type', kind, 'worker_name', worker, 'execution_id', execution,
     'execution_started_at', found[2] or precise(now), 'execution_ended_at', precise(now) }
@@ -153,7 +154,8 @@ end
 -- -> queued; `front`: before all others. A batch of a cancelled run is removed instead.
 local function wait(job, queue, front)
   local run = get(job, 'run')
-  if run and queue == 'hiddenq-extract-' .. run and redis.call('HGET', 'hiddenq:run:' .. run, 'state') == 'cancelled' then
+  local is_batch = run and queue == 'hiddenq-extract-' .. run
+  if is_batch and redis.call('HGET', 'hiddenq:run:' .. run, 'state') == 'cancelled' then
     erase(job, queue)
     return
   end

@@ -15,7 +15,8 @@ if math.abs(now - a.expected_now) > a.tolerance_seconds then
 end
 
 local function cut(key, ahead, longest)
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, precise(now + ahead + a.tolerance_seconds), INF, 'LIMIT', 0, SOME)) do
+  local beyond = precise(now + ahead + a.tolerance_seconds)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, beyond, INF, 'LIMIT', 0, SOME)) do
     local seconds = longest(member)
     if tonumber(redis.call('ZSCORE', key, member)) > now + seconds + a.tolerance_seconds then
       redis.call('ZADD', key, precise(now + seconds), member)

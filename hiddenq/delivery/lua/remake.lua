@@ -42,7 +42,8 @@ if redis.call('EXISTS', 'rq:job:' .. a.extract_job) == 0 then
 end
 local remakes = redis.call('HINCRBY', 'rq:job:' .. a.extract_job, 'remakes', 1)
 local dead = remakes > a.max_remakes
-record(a.extract_job, execution, dead and FAILED or RETRIED, { number = remakes, error = a.error, exc = a.exc, worker = by[1], host = by[2] })
+record(a.extract_job, execution, dead and FAILED or RETRIED,
+  { number = remakes, error = a.error, exc = a.exc, worker = by[1], host = by[2] })
 if dead then
   bury(a.extract_job, a.extract_queue, a.reason)
   return 'dead'
