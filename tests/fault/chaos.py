@@ -13,6 +13,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -309,7 +310,7 @@ def _wait_for_s3(server: S3Server) -> None:
 
 
 def main() -> int:
-    """Runs until the minutes are over, run after run, each with the next seed."""
+    """Run after run until the minutes are over, each with the next seed; the logs of a failed one are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=None)
@@ -317,14 +318,15 @@ def main() -> int:
     seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
     end = time.monotonic() + 60 * options.minutes
     while True:
-        print(f"seed {seed}", flush=True)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            chaos = Chaos(Path(folder), seed=seed, num_batches=1200, forward_seconds=0.2, limit_seconds=900, log=print)
-            try:
-                outcome = chaos.play()
-            finally:
-                chaos.close()
-        print(json.dumps(outcome.__dict__), flush=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
+        print(f"seed {seed}, logs in {folder}", flush=True)
+        chaos = Chaos(folder, seed=seed, num_batches=1200, forward_seconds=0.2, limit_seconds=900, log=print)
+        try:
+            outcome = chaos.play()
+        finally:
+            chaos.close()
+        shutil.rmtree(folder)
+        print(json.dumps(vars(outcome)), flush=True)
         seed += 1
         if time.monotonic() > end:
             return 0
