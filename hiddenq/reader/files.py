@@ -6,6 +6,7 @@ when nobody reads from it any more. A map is made only where losing the file und
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -66,7 +67,8 @@ class ProcessFiles:
         if self._local_files == "map":
             return _MappedFile(path, copies=False)
         if self._local_files == "auto" and file_system(path) in LOCAL_DISKS:
-            return _MappedFile(path, copies=True)
+            with contextlib.suppress(StoreRefused):
+                return _MappedFile(path, copies=True)
         return _ReadFile(path)
 
 
@@ -109,7 +111,11 @@ class _ReadFile:
 
 
 class _MappedFile:
-    """A file mapped into memory, privately; a view keeps the map alive."""
+    """A file mapped into memory, privately; a view keeps the map alive.
+
+    Raises:
+        StoreRefused: it can't be mapped.
+    """
 
     def __init__(self, path: Path, *, copies: bool) -> None:
         descriptor = _open(path)
@@ -118,7 +124,10 @@ class _MappedFile:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         finally:
             os.close(descriptor)
-        self._map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        try:
+            self._map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        except RuntimeError as error:  # some file systems have no maps, and an empty file has none
+            raise StoreRefused(f"{path}: can't be mapped; open the run with local_files='read'") from error
         self._copies = copies
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:

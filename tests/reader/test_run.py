@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import hiddenq
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, RunMismatch, UsageError
+from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, RunMismatch, StoreRefused, UsageError
 from hiddenq.reader import open_run
 from hiddenq.reader.files import MAX_OPEN_FILES, LocalFiles, file_system
 from hiddenq.reader.index import read_index
@@ -147,6 +147,30 @@ def test_a_network_disk_is_read_and_never_mapped(make: Make, monkeypatch: pytest
     for sample_id in run:
         run[sample_id]
     assert mapped(made.folder) == 0
+
+
+def test_where_maps_are_refused_files_are_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+
+    def refused(*_arguments: object, **_fields: object) -> torch.Tensor:
+        raise RuntimeError("unable to mmap: No such device (19)")
+
+    monkeypatch.setattr(torch, "from_file", refused)
+    assert torch.equal(open_run(made.folder)[0].input_ids, made.samples[0].input_ids)
+    with pytest.raises(StoreRefused, match="can't be mapped; open the run with local_files='read'"):
+        open_run(made.folder, local_files="map")[0]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 20, -1])
+def test_a_truncated_shard_is_refused_by_a_finished_and_by_a_going_run(make: Make, cut: int) -> None:
+    made, going = make(), make("going", num_committed=4)
+    for each in (made, going):
+        path = each.folder / each.shard_keys[0]
+        path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DamagedShard, match="hiddenq verify"):
+        open_run(made.folder)[made.sample_ids[0][-1]]
+    with pytest.raises(DamagedShard, match=going.shard_keys[0]):
+        open_run(going.folder)
 
 
 def test_the_kind_of_a_file_system_is_that_of_its_innermost_mount() -> None:
