@@ -43,7 +43,7 @@ class Versioned(Frozen):
         """
         try:
             fields = raw if isinstance(raw, dict) else json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadMessage(f"{cls.__name__}: not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise BadMessage(f"{cls.__name__}: expected an object, found {type(fields).__name__}")
