@@ -7,6 +7,7 @@ would otherwise be found by those alone.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,32 @@ def test_a_flipped_bit_anywhere_in_a_payload_is_found(make: Make) -> None:
             assert all(key in finding.where for finding in report.findings)
         path.write_bytes(good)
     assert verify(made.folder).ok
+
+
+def test_a_flipped_bit_in_any_object_that_holds_data_is_found(make: Make) -> None:
+    made = make(num_samples=6)
+    chosen = random.Random(0)
+    for path in sorted(path for path in made.folder.rglob("*") if path.is_file()):
+        if path.name in (names.RUN_JSON, names.REJECTED, names.MANIFEST):
+            continue  # they hold words for people, too
+        good = path.read_bytes()
+        for _ in range(12):
+            bad = bytearray(good)
+            bad[chosen.randrange(len(bad))] ^= 1 << chosen.randrange(8)
+            path.write_bytes(bad)
+            assert not verify(made.folder).ok, path
+        path.write_bytes(good)
+    assert verify(made.folder).ok
+
+
+@pytest.mark.parametrize("name", [names.RUN_JSON, names.REJECTED, names.MANIFEST, names.BATCHES])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b"null", b"[" * 50_000])
+def test_a_small_object_that_is_garbage_is_a_finding_and_never_a_crash(make: Make, name: str, content: bytes) -> None:
+    made = make()
+    (made.folder / name).write_bytes(content)
+    report = verify(made.folder)
+    assert not report.ok
+    assert all(len(line) < 500 for line in report.lines())
 
 
 def test_a_flipped_bit_in_a_header_is_found(make: Make) -> None:
