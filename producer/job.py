@@ -116,8 +116,13 @@ class Job:
         )
         self._encoder = Encoder(self._encoder_settings)
         self.tokenizer = self._tokenizer_identity(source)
+        if self.tokenizer.chat_template_digest and self._encoder.chat and self._encoder.chat.template.writes_date:
+            logger().warning(
+                "template_may_write_the_date",
+                next="name a fixed date in the template arguments (often date_string) for the same tokens on any day",
+            )
         logger().info(
-            "input understood",
+            "input_understood",
             row_schema=self.row_schema,
             files=len(self.files),
             num_bytes=self.num_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import re
 import secrets
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +114,25 @@ def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
         plan_digest=plan.digest,
         **_decided(job, dataset),
     )
+    _warn_if_short_of_room(store, config.num_tokens * job.shard.bytes_per_token)
     write_run_json(store, config)
     return Prepared(config=config, batches=plan.batches, reused=False)
+
+
+def _warn_if_short_of_room(store: ObjectStore, needed_bytes: int) -> None:
+    """Say so before hours of work if a folder can't hold what they will give."""
+    path = store.open_local(names.RUN_JSON)
+    if path is None:
+        return
+    free_bytes = shutil.disk_usage(path.parent).free
+    if free_bytes < needed_bytes:
+        logger().warning(
+            "output_short_of_room",
+            location=store.uri,
+            free_bytes=free_bytes,
+            needed_bytes=needed_bytes,
+            next="make room, or store fewer layers or a narrower dtype: hiddenq plan shows the choices",
+        )
 
 
 def _decided(job: Job, dataset: DatasetIdentity) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog.testing
 
 from hiddenq.contracts.errors import DatasetError, ModelError, RunMismatch, UsageError, UserError
 from hiddenq.contracts.manifest import BatchPlan
@@ -216,26 +216,44 @@ def test_imports_without_torch(module: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_a_template_that_writes_the_date_is_warned_about(tmp_path: Path, data: Path) -> None:
+def test_a_template_that_writes_the_date_is_warned_about(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     template = (
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     model = make_model(tmp_path / "model", template=template)
-    with structlog.testing.capture_logs() as events:
+    with caplog.at_level("WARNING", "hiddenq"):
         prepare(settings(model, data), open_store(tmp_path / "out"))
-    assert [event["event"] for event in events if event["log_level"] == "warning"] == [
-        "chat template may write today's date"
-    ]
+    assert [event["event"] for event in events(caplog)] == ["template_may_write_the_date"]
 
 
-def test_what_was_understood_and_mended_is_logged(model: Path, tmp_path: Path) -> None:
+def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What hiddenq logged."""
+    return [record.msg for record in caplog.records if record.name == "hiddenq" and isinstance(record.msg, dict)]
+
+
+def test_what_was_understood_and_mended_is_logged(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     odd = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, chat("a", "b")["messages"][1]]}
     rows = [chat("a", "b"), odd, {"messages": []}]
     file = write_lines(tmp_path / "rows.jsonl", rows)
-    with structlog.testing.capture_logs() as events:
+    with caplog.at_level("INFO", "hiddenq"):
         prepare(settings(model, file, max_rejected=0.5), open_store(tmp_path / "out"))
-    understood, tokenised = events
+    understood, tokenised = events(caplog)
     assert understood["row_schema"] == "messages"
     assert (tokenised["rejected"], tokenised["repairs"]) == ({"empty": 1}, {"text_parts_joined": 1})
+
+
+def test_an_output_short_of_room_is_warned_about(
+    produce: Produce, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("producer.prepare.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    produce(ROWS)
+    (event,) = events(caplog)
+    assert (event["event"], event["free_bytes"]) == ("output_short_of_room", 1000)
+    assert event["needed_bytes"] > 1000
