@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -252,7 +253,7 @@ def test_what_was_understood_and_mended_is_logged(
 def test_an_output_short_of_room_is_warned_about(
     produce: Produce, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("producer.prepare.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     produce(ROWS)
     (event,) = events(caplog)
     assert (event["event"], event["free_bytes"]) == ("output_short_of_room", 1000)
