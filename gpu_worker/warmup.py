@@ -111,14 +111,19 @@ def compile_and_check(decoder: Decoder, extractor: Extractor, *, vocab_size: int
 
 
 def warm_up(engine: Engine, extractor: Extractor, config: RunConfig) -> float:
-    """Run the run's extreme shapes once: kernels tuned, memory found; returns the seconds it took."""
+    """Run the run's extreme shapes once: kernels tuned, memory found; returns the seconds it took.
+
+    Triton compiles a kernel anew for sizes that are 1, multiples of 16, and others: small batches of each come first.
+    """
     started = time.monotonic()
     tokens = largest_payload(config, extractor.shard_format) // extractor.shard_format.bytes_per_token
+    shapes = [(rows, length) for rows in (1, 3, 16) for length in (40, 48)]
+    shapes += [
+        (max(1, tokens // length), length) for length in sorted({config.max_length, min(config.max_length, 512)})
+    ]
     payload = torch.empty(0, dtype=torch.uint8, device=engine.device)
-    for length in sorted({config.max_length, min(config.max_length, 512)}, reverse=True):
-        batch = _random_batch(
-            extractor.shard_format, config.model.vocab_size, (length,) * max(1, tokens // length), engine.device
-        )
+    for rows, length in shapes:
+        batch = _random_batch(extractor.shard_format, config.model.vocab_size, (length,) * rows, engine.device)
         if payload.numel() < batch.num_bytes:
             payload = torch.empty(batch.num_bytes, dtype=torch.uint8, device=engine.device)
         engine.run_into(extractor, batch, payload)
