@@ -1,9 +1,9 @@
 """How fast shards reach an S3 server, beside the fastest that could be: boto3's own transfer, CRT, raw parallel PUTs.
 
-    python -m benchmarks.upload [--files 4] [--mebibytes 256] [--rounds 3]
+    python -m benchmarks.upload [--files 4] [--mebibytes 256] [--rounds 5]
 
-All contenders send the same files to the same real server (SeaweedFS, on loopback), in turn, each in a process of its
-own; ours checks every byte and has the store confirm its checksum, the others send none. Prints one JSON object: for
+All contenders send the same files to the same real server (SeaweedFS, on loopback), in random order, each in a process
+of its own; ours checks every byte and has the store confirm its checksum, the others send none. Prints one JSON object: for
 each contender the median rate and the processor seconds a gigabyte, and ours over the fastest other.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import resource
 import statistics
 import tempfile
@@ -129,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--mebibytes", type=int, default=256, help="size of each file")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_EC2_METADATA_DISABLED="true")
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +138,7 @@ def main() -> None:
         with running_server() as server:
             costs: dict[str, list[Cost]] = {name: [] for name in CONTENDERS}
             for round_number in range(-1, options.rounds):  # the first one warms the server up
-                for name in CONTENDERS:
+                for name in random.sample(list(CONTENDERS), len(CONTENDERS)):
                     job = Job(server.endpoint_url, f"{name.replace(' ', '-')}-{round_number}", files)
                     cost = measure(name, job)
                     remove_all(server.client(), job.prefix)
