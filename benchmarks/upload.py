@@ -3,8 +3,8 @@
     python -m benchmarks.upload [--files 4] [--mebibytes 256] [--rounds 5]
 
 All contenders send the same files to the same real server (SeaweedFS, on loopback), in random order, each in a process
-of its own; ours checks every byte and has the store confirm its checksum, the others send none. Prints one JSON object: for
-each contender the median rate and the processor seconds a gigabyte, and ours over the fastest other.
+of its own; ours checks every byte and has the store confirm its checksum, the others send none. Prints one JSON object:
+for each contender the median rate and the processor seconds a gigabyte, and ours over the fastest other.
 """
 
 from __future__ import annotations
