@@ -18,7 +18,7 @@ from hiddenq.reader.run import Run
 
 SUPERVISED, CONTEXT = "bold green", "dim"
 MAX_TOKENS = 400
-_BAR_WIDTH = 32
+_BAR_WIDTH = 24
 
 Decode = Callable[[Sequence[int]], list[str]]
 """Token ids → the text of each."""
