@@ -4,7 +4,8 @@
 
 Rows are conversations of one to four exchanges cut from the Python documentation, with lengths spread log-normally.
 The baseline is `tokenizers`' own `encode_batch` over the very same rendered strings on the same cores; the two take
-turns, because a machine's speed drifts. The start of the processes is left out: it takes seconds, a run takes hours.
+turns, because a machine's speed drifts, and `cpu_ratio` compares CPU time instead. The start of the processes is left
+out: it takes seconds, a run takes hours.
 `--memory-rows` also takes so many rows of token ids through the whole producer, and says its peak memory.
 Needs a model folder with a config and a chat tokenizer; of the weights, any file will do.
 """
@@ -83,12 +84,14 @@ def measure(model: str, data: Path, num_rounds: int, num_processes: int) -> dict
         for _ in range(num_rounds):
             ours.append(producer_rate(job, peaks))
             bare.append(bare_rate(chat, texts))
+        cpu = cpu_ratio(job, chat, texts)
     return {
         "num_rows": len(texts),
         "num_processes": num_processes,
         "producer_tokens_per_second": [round(rate) for rate in ours],
         "encode_batch_tokens_per_second": [round(rate) for rate in bare],
         "ratio": round(statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True)), 3),
+        "cpu_ratio": round(cpu, 3),
         "process_peak_bytes": max(peaks),
     }
 
@@ -115,6 +118,23 @@ def bare_rate(chat: Any, texts: list[str]) -> float:
     seconds = time.perf_counter() - begin
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return num_tokens / seconds
+
+
+def cpu_ratio(job: Any, chat: Any, texts: list[str]) -> float:
+    """CPU seconds of `encode_batch` over those of one producer process, on the first rows: blind to other load."""
+    from producer.blocks import read_blocks
+    from producer.encoder import Encoder
+
+    encoder = Encoder(job.encoder_settings)
+    blocks = list(read_blocks([file.path for file in job.files], min(len(texts), 2000)))
+    begin = time.process_time()
+    num_tokens = sum(len(encoder.encode(block).input_ids) for block in blocks)
+    ours = (time.process_time() - begin) / num_tokens
+    begin, num_tokens = time.process_time(), 0
+    for block in blocks:
+        rows = texts[block.first_row : block.first_row + block.num_rows]
+        num_tokens += sum(map(len, chat.backend.encode_batch(rows, add_special_tokens=False)))
+    return (time.process_time() - begin) / num_tokens / ours
 
 
 def memory(model: str, folder: Path, num_rows: int) -> dict[str, Any]:

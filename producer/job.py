@@ -105,7 +105,7 @@ class Job:
         self.num_bytes = sum(file.path.stat().st_size for file in self.files)
         self.row_schema = self._row_schema()
         source = None if self.row_schema == "input_ids" else TokenizerSource.of(settings, self.target)
-        self._encoder_settings = EncoderSettings(
+        self.encoder_settings = EncoderSettings(
             row_schema=self.row_schema,
             tokenizer=source,
             vocab_size=model.vocab_size,
@@ -114,7 +114,7 @@ class Job:
             special_tokens=settings.special_tokens,
             surrogates=settings.surrogates,
         )
-        self._encoder = Encoder(self._encoder_settings)
+        self._encoder = Encoder(self.encoder_settings)
         self.tokenizer = self._tokenizer_identity(source)
         if self.tokenizer.chat_template_digest and self._encoder.chat and self._encoder.chat.template.writes_date:
             logger().warning(
@@ -152,7 +152,7 @@ class Job:
         blocks = read_blocks([file.path for file in self.files], self.settings.limit)
         is_small = self.num_bytes < _SMALL_BYTES and self.settings.processes is None
         num_processes = 1 if is_small else self.settings.num_processes
-        for block, encoded in encode_blocks(blocks, self._encoder, self._encoder_settings, num_processes):
+        for block, encoded in encode_blocks(blocks, self._encoder, self.encoder_settings, num_processes):
             self._progress("tokenising", block.num_bytes_read, self.num_bytes)
             yield encoded
 

@@ -133,8 +133,8 @@ def _assistant_spans(
         if num_refuted:
             repairs["thinking_argument_left_out"] += 1
         spans.append(span)
-    stops = [begin for begin, _ in spans[1:]] + [len(rendered)]
-    for turn, (_, end), stop in zip(turns, spans, stops, strict=True):
+    stops = [*(begin for begin, _ in spans[1:]), len(rendered)]
+    for turn, (_, end), stop in zip(turns, spans, stops, strict=False):  # without a turn, one stop and no span
         if turn + 1 < len(messages) and not _stands_between(messages[turn + 1]["content"], rendered, end, stop):
             # The template ends this turn with no token of its own, so the first one found ends a later turn.
             raise RowRejected("mask_unsure", f"turn {turn}: its end can't be told from the next turn's")

@@ -100,3 +100,11 @@ def test_a_first_end_token_that_ends_a_later_turn_is_not_taken_for_this_ones(tmp
     assert [(reject.reason, reject.detail) for reject in block.rejected] == [
         ("mask_unsure", "turn 1: its end can't be told from the next turn's")
     ]
+
+
+def test_words_of_a_user_alone_are_never_supervised(tmp_path: Any) -> None:
+    block = encode_rows(make_encoder(make_model(tmp_path)), [chat("a question"), chat("a", "b", "another question")])
+    assert [(reject.row, reject.reason) for reject in block.rejected] == [(0, "nothing_supervised")]
+    _, mask = split_samples(block)[1]
+    assert mask[0] == mask[-1] == 0
+    assert "".join(map(str, mask)).strip("0").strip("1") == ""

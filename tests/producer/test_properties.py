@@ -29,10 +29,15 @@ TURN = st.fixed_dictionaries(
         "reasoning_content": TEXT | ANYTHING, "name": SCALAR,
     },
 )  # fmt: skip
+PLAIN_TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": TEXT},
+    optional={"tool_calls": st.just([{"function": {"name": "f", "arguments": {}}}]), "reasoning_content": TEXT},
+)
 ROW = ANYTHING | st.fixed_dictionaries(
     {},
     optional={
-        "messages": st.lists(TURN, max_size=4) | ANYTHING, "conversations": st.lists(TURN, max_size=4),
+        "messages": st.lists(PLAIN_TURN, max_size=5) | st.lists(TURN, max_size=4) | ANYTHING,
+        "conversations": st.lists(PLAIN_TURN, max_size=3) | st.lists(TURN, max_size=4),
         "system": SCALAR, "tools": ANYTHING, "prompt": TEXT | ANYTHING, "completion": TEXT | ANYTHING,
         "text": TEXT | ANYTHING, "input_ids": st.lists(st.integers(-2, 600), max_size=9) | ANYTHING,
         "loss_mask": st.lists(st.integers(0, 2), max_size=9) | ANYTHING,
