@@ -132,7 +132,7 @@ def test_an_operator_sees_the_fleet_and_status_is_complete(stack: Stack) -> None
 
 def test_a_killed_worker_comes_back_by_itself_and_its_run_is_finished(stack: Stack) -> None:
     output = Output("s3://demo/killed")
-    stack.produce(output.uri, limit=40)
+    stack.produce(output.uri, limit=20)
     wait(output.has_shards, "a first shard")
     stack.kill_process("worker")
     wait(output.is_complete, "manifest.json after the kill")
