@@ -366,4 +366,4 @@ def test_a_dead_device_and_a_hang_end_the_process_with_their_own_status(
             _, errors = process.communicate(timeout=120)
             assert process.returncode == kinds[kind][0], errors[-2000:]
             assert not run.spool.files()
-            assert_nothing_is_held(run)
+            assert queue_state(run).num_started == 0
