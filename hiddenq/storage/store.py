@@ -58,6 +58,8 @@ class ObjectStore(Protocol):
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         """Store a file and confirm that the store holds exactly those bytes.
 
+        The file may be deleted afterwards, but not written to: a store on the same disk links it.
+
         Raises:
             DamagedShard: the file is not of that size and checksum; nothing is left under the key.
             MissingShard: there is no such file.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,15 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
     elsewhere = S3Location(s3_location.bucket, f"elsewhere-{s3_location.prefix}")
     assert open_uploads(s3_server, elsewhere) == [foreign]
     assert store.stat(KEY) is None
+
+
+def test_uploads_keep_to_the_bandwidth_that_is_left_to_them(
+    s3_server: S3Server, s3_location: S3Location, notes: Notes, tmp_path: Path
+) -> None:
+    store = store_at(s3_server.endpoint_url, s3_location, notes, bandwidth_bytes_per_second=20 << 20)
+    began = time.monotonic()
+    put(store, tmp_path, MULTIPLE)
+    assert time.monotonic() - began > 0.4, "10 MiB at 20 MiB a second"
 
 
 def test_a_body_is_read_in_blocks_so_a_slow_line_is_no_timeout_as_long_as_it_moves() -> None:

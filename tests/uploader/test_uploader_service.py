@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, RunMismatch, StoreRefused, UsageError
-from hiddenq.delivery import Ledger, dead_letters, retry_dead, run_state
+from hiddenq.delivery import Ledger, dead_letters, fleet, retry_dead, run_state
 from hiddenq.storage import LocalStore, Spool
 from tests.support.redis_server import RedisServer
+from tests.support.s3_server import free_port
 from tests.support.waiting import wait_until
 from tests.uploader.running import RunningUploader, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
@@ -277,7 +279,7 @@ def test_a_redis_that_is_away_is_waited_for_with_the_file_kept(
         assert uploader.error is None
 
 
-def test_a_process_asked_to_stop_finishes_what_is_under_way_and_exits_143(
+def test_a_process_serves_its_metrics_is_nice_and_asked_to_stop_exits_143(
     redis_server: RedisServer, redis_client: redis.Redis, spool: Spool, store: LocalStore
 ) -> None:
     run = small_run(num_batches=2)
@@ -287,12 +289,15 @@ def test_a_process_asked_to_stop_finishes_what_is_under_way_and_exits_143(
 import sys
 from pathlib import Path
 from uploader import UploaderSettings, serve
-sys.exit(serve(UploaderSettings(spool=Path({str(spool.folder)!r}), metrics_port=0)))
+sys.exit(serve(UploaderSettings(spool=Path({str(spool.folder)!r}), metrics_port={free_port()})))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], env={**os.environ, "HIDDENQ_REDIS_URL": redis_server.url}
     )
     finished(redis_client, run)
+    (worker,) = [worker for worker in fleet(redis_client).workers if worker.report.role == "uploader"]
+    with urllib.request.urlopen(f"http://{worker.report.metrics_address}/metrics", timeout=10) as answer:
+        assert 'hiddenq_uploader_files_total{result="committed"} 2.0' in answer.read().decode()
     assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10, "it never takes a processor from a GPU worker"
     process.terminate()
     assert process.wait(20) == 143
