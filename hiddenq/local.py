@@ -188,6 +188,10 @@ class _Pipeline:
         began = time.monotonic()
         with ProducerProcess(settings.producer, settings.out, settings.store, settings.delivery) as producer:
             record = producer.wait_for_record()
+            if settings.target_head:
+                from gpu_worker.target_head import write_target_head  # torch, which this process has no other use for
+
+                write_target_head(self._store, record.config)
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
             with RunProgress(self._client, record) as progress:
@@ -198,10 +202,6 @@ class _Pipeline:
             # Every process that ever wrote into this spool has ended: what has no final name is nobody's.
             Spool.open(self._spool).sweep(lambda execution: True)
         began = time.monotonic()
-        if settings.target_head:
-            from gpu_worker.target_head import write_target_head  # needs torch, which this process has not loaded
-
-            write_target_head(self._store, record.config)
         manifest = finish_run(self._client, record, self._store)
         seconds["finish"] = time.monotonic() - began
         print_summary(self._client, record, manifest, seconds, before)

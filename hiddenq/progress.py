@@ -30,10 +30,10 @@ STARTING = "the GPU workers load the model"
 
 
 class TerminalProgress:
-    """A bar a stage on a terminal, one line every ten seconds elsewhere; called with what is done."""
+    """A bar a stage on a terminal, one line every ten seconds elsewhere, on stderr; called with what is done."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = Console(stderr=True)
         self._bars = Progress(console=self._console, transient=True) if self._console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
         self._next_line = time.monotonic() + LINE_SECONDS

@@ -175,9 +175,19 @@ def verify(
     json: Json = False,
 ) -> int:
     """Check a run against its plan: every sample once, checksums, shapes, finite; exit 1 if anything is wrong."""
+    from hiddenq.progress import TerminalProgress
     from hiddenq.reader import verify as verify_run
 
-    report = verify_run(out, store.settings, recompute=recompute, model=model, deep=deep, device=device)
+    with TerminalProgress() as bars:
+        report = verify_run(
+            out,
+            store.settings,
+            recompute=recompute,
+            model=model,
+            deep=deep,
+            device=device,
+            progress=lambda done, total: bars("verifying", done, total),
+        )
     typer.echo(report.model_dump_json(indent=2) if json else "\n".join(report.lines()))
     return 0 if report.ok else 1
 

@@ -44,6 +44,7 @@ def export(
     from hiddenq.progress import TerminalProgress
     from hiddenq.reader import ExportSettings
     from hiddenq.reader import export as export_run
+    from hiddenq.reader.exports import STATEMENT
 
     asked: dict[str, object] = {
         "format": to,
@@ -66,10 +67,15 @@ def export(
             threads=threads,
             progress=lambda done, total: bars("exporting", done, total),
         )
+    statement = report.statement
     typer.echo(
         f"{report.dest}: {report.num_written:,} objects written ({report.num_bytes / 1e6:,.1f} MB), "
         f"{report.num_kept:,} were there already"
     )
+    if statement.skipped_sample_ids:
+        typer.echo(
+            f"{len(statement.skipped_sample_ids):,} samples are of no use to this trainer; {STATEMENT} names them"
+        )
     return 0
 
 
