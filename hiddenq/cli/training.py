@@ -72,10 +72,9 @@ def export(
         f"{report.dest}: {report.num_written:,} objects written ({report.num_bytes / 1e6:,.1f} MB), "
         f"{report.num_kept:,} were there already"
     )
-    if statement.skipped_sample_ids:
-        typer.echo(
-            f"{len(statement.skipped_sample_ids):,} samples are of no use to this trainer; {STATEMENT} names them"
-        )
+    typer.echo(f"layers {statement.consumer_layer_ids} ({statement.consumer_layer_convention})")
+    if skipped := len(statement.skipped_sample_ids):
+        typer.echo(f"{skipped:,} samples are of no use to this trainer; {STATEMENT} names them")
     return 0
 
 
