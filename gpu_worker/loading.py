@@ -184,6 +184,11 @@ def _from_pretrained(path: str, arguments: dict[str, Any], method: str | None) -
         model, info = AutoModel.from_pretrained(path, **arguments)
     except ImportError as error:
         raise ModelError(f"--model {path}: {method or 'the model'} needs a package: {_first_line(error)}") from error
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"--model {path}: does not fit into GPU memory: {_first_line(error)}; "
+            "--gpus-per-worker N spreads it over several GPUs"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"--model {path}: {_first_line(error)}") from error
     return model, info

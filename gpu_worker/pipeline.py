@@ -181,7 +181,7 @@ class Pipeline:
             try:
                 launched.wait()
                 seconds = self.device_time.add(launched)
-            except RuntimeError as error:  # what the device raised long after the launch
+            except Exception as error:  # what the device raised long after the launch
                 self._room.release()
                 self._end_badly(work, launched.slot, error)
                 self.fail(DeviceLost(f"batch {work.claim.message.batch_id}: {error}"))
@@ -197,37 +197,42 @@ class Pipeline:
     def _publish(self) -> None:
         telemetry.bind(worker=self._consumer.name)
         while (item := self._finished.get()) is not None:
-            work, launched = item
-            slot: Slot | None = launched.slot
             try:
-                self._refuse_nonfinite(work, launched)
-                self._consumer.enter(work.claim, "write")
-                with self._status.metrics.stage_seconds.labels("write").time():
-                    written = self._writer.write(work.file, work.layout, launched.payload)
-                self._ring.give(launched.slot)
-                slot = None
-                with self._status.metrics.stage_seconds.labels("publish").time():
-                    publish_shard(
-                        self._consumer.publish,
-                        work.claim,
-                        self._spool,
-                        work.file,
-                        work.layout,
-                        written,
-                        worker=self._consumer.name,
-                        fsync=self._fsync,
-                    )
-            except Exception as error:
-                self._end_badly(work, slot, error)
-                continue
-            self._streak.succeeded()
-            self._status.published(
-                num_samples=work.batch.num_rows,
-                num_tokens=work.batch.num_tokens,
-                num_padded_tokens=work.batch.num_padded_tokens,
-                num_bytes=written.num_bytes,
-            )
-            self._report_check(work, launched)
+                self._publish_one(*item)
+            except Exception as error:  # not of a batch: those are dealt with inside
+                self.fail(error)
+
+    def _publish_one(self, work: Work, launched: Launched) -> None:
+        slot: Slot | None = launched.slot
+        try:
+            self._refuse_nonfinite(work, launched)
+            self._consumer.enter(work.claim, "write")
+            with self._status.metrics.stage_seconds.labels("write").time():
+                written = self._writer.write(work.file, work.layout, launched.payload)
+            self._ring.give(launched.slot)
+            slot = None
+            with self._status.metrics.stage_seconds.labels("publish").time():
+                publish_shard(
+                    self._consumer.publish,
+                    work.claim,
+                    self._spool,
+                    work.file,
+                    work.layout,
+                    written,
+                    worker=self._consumer.name,
+                    fsync=self._fsync,
+                )
+        except Exception as error:
+            self._end_badly(work, slot, error)
+            return
+        self._streak.succeeded()
+        self._status.published(
+            num_samples=work.batch.num_rows,
+            num_tokens=work.batch.num_tokens,
+            num_padded_tokens=work.batch.num_padded_tokens,
+            num_bytes=written.num_bytes,
+        )
+        self._report_check(work, launched)
 
     def _refuse_nonfinite(self, work: Work, launched: Launched) -> None:
         if not bool(launched.nonfinite_CB.any()):

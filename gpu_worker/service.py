@@ -65,7 +65,15 @@ def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_read
     status.run = record.run
     status.become("starting", "loading the model")
     queue = names.extract_queue(record.run)
-    consumer = Consumer(client, queue, BatchJob, name=name, settings=record.delivery, report=status.report)
+    consumer = Consumer(
+        client,
+        queue,
+        BatchJob,
+        name=name,
+        settings=record.delivery,
+        report=status.report,
+        on_stall=lambda claim, _: _drop_reservation(spool, claim.execution),
+    )
     status.redis_away = lambda: consumer.redis_away
     consumer.install_signals()
     try:
@@ -182,6 +190,11 @@ def _log_device_time(used: DeviceTime) -> None:
             span_seconds=round(used.span_seconds, 3),
             busy_ratio=round(used.busy_seconds / used.span_seconds, 4),
         )
+
+
+def _drop_reservation(spool: Spool, execution: str) -> None:
+    """Give a stalled execution's bytes back: the process ends without coming by there again."""
+    spool.sweep(lambda other: other == execution)
 
 
 def _identify_gpu(device: torch.device) -> tuple[str, str]:

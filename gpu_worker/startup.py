@@ -20,6 +20,7 @@ from gpu_worker.decoder import Decoder, find_decoder
 from gpu_worker.engine import Engine, Ring
 from gpu_worker.extraction import Extractor
 from gpu_worker.loading import load_decoder
+from gpu_worker.memory import OutOfMemory
 from gpu_worker.runs import Host
 from gpu_worker.settings import WorkerSettings
 from hiddenq import telemetry
@@ -112,7 +113,13 @@ def make_ready(
             compiled = warmup.compile_and_check(decoder, extractor, vocab_size=vocab_size)
     with times.part("warm_up"):
         payload_bytes = warmup.largest_payload(config, shard_format)
-        engine = Engine(device, payload_bytes=payload_bytes)
+        try:
+            engine = Engine(device, payload_bytes=payload_bytes)
+        except OutOfMemory as error:
+            raise ModelError(
+                f"--model {path}: beside the model there is no room for two payloads of {payload_bytes} bytes; lower "
+                "--max-shard-bytes, or spread the model with --gpus-per-worker"
+            ) from error
         if on_gpu:
             warmup.warm_up(engine, extractor, config)
         ceiling = warmup.matrix_ceiling(device, DTYPES[config.model.dtype])

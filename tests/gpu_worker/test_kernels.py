@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_worker import kernels
+from gpu_worker import WorkerSettings, kernels
 from gpu_worker.startup import _check_fast_kernels
 from hiddenq.contracts.errors import ModelError
 from tests.gpu_worker.conftest import tiny_decoder
+
+_CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
 
 
 def test_clamped_positions_are_not_taken_for_packed_samples() -> None:
@@ -66,3 +72,13 @@ def test_a_chunk_local_sum_by_one_row_equals_the_batched_one(tokens: int) -> Non
     g = torch.randn(3, tokens, 5, generator=torch.Generator().manual_seed(0))
     assert torch.equal(kernels.one_row_cumsum(watched)(g, 64, scale=2.0), batched(g, 64, scale=2.0))
     assert shapes == [1]
+
+
+def test_allocator_and_caches_are_set_before_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    WorkerSettings(spool=tmp_path, cache=tmp_path / "cache").set_environment()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
+    done = subprocess.run([sys.executable, "-c", "import gpu_worker, sys; print('torch' in sys.modules)"], **_CAPTURE)
+    assert done.stdout == "False\n"
