@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, PreTrainedConfig
 
 from gpu_worker.decoder import count_layers, find_decoder
 from gpu_worker.loading import choose_attention, load_decoder
 from hiddenq.contracts.errors import ModelError
-from tests.support.models import VOCAB_SIZE, save_tiny_model, tiny_config, write_config
+from tests.support.models import VOCAB_SIZE, build_base_model, save_tiny_model, tiny_config, write_config
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,15 +81,16 @@ def test_layer_ids_are_checked_before_any_weight_is_read(tmp_path: Path) -> None
         load_decoder(str(folder), dtype=torch.float32, target_layer_ids=(1, 7))
 
 
-def test_layers_are_counted_not_believed() -> None:
-    from transformers import AutoModel
-
-    config = tiny_config("longcat_flash")
+@pytest.mark.parametrize("name", ["longcat_flash", "llama", "jamba", "mamba2", "opt"])
+def test_layers_are_counted_without_weights(name: str) -> None:
+    """Not believed: longcat_flash's config counts two for each element of its list in some versions."""
+    config = tiny_config(name)
     with torch.device("meta"):
-        assert (config.num_hidden_layers, count_layers(AutoModel.from_config(config))) == (4, 2)
+        counted = count_layers(AutoModel.from_config(config))
+    assert counted == find_decoder(build_base_model(config), VOCAB_SIZE).num_layers
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "mamba2", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mamba2", "mimo_v2_flash"])
 def test_models_without_sdpa_load_with_what_they_have(name: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", name)
     loaded = load_decoder(str(folder), dtype=torch.float32)
