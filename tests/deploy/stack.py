@@ -101,7 +101,13 @@ def first_machine(share_address: str) -> Stack:
     """The node with the queue, the demo's store in it."""
     return Stack(
         project=PROJECT,
-        files=("compose.yaml", "compose.cpu.yaml", "compose.share.yaml", str(ROOT / "tests/deploy/compose.test.yaml")),
+        files=(
+            "compose.yaml",
+            "compose.cpu.yaml",
+            "compose.share.yaml",
+            "compose.tls.yaml",
+            str(ROOT / "tests/deploy/compose.test.yaml"),
+        ),
         profiles=("demo",),
         environment={
             **SECRETS,
@@ -119,16 +125,22 @@ def first_machine(share_address: str) -> Stack:
     )
 
 
-def second_machine(share_address: str, password_file: Path) -> Stack:
-    """A machine that joins with two settings."""
+def second_machine(share_address: str, password_file: Path, authority_file: Path) -> Stack:
+    """A machine that joins over TLS: an address, a password and whom to believe."""
     return Stack(
         project=JOINED,
-        files=("compose.worker.yaml", "compose.cpu.yaml", str(ROOT / "tests/deploy/compose.joined.test.yaml")),
+        files=(
+            "compose.worker.yaml",
+            "compose.worker.tls.yaml",
+            "compose.cpu.yaml",
+            str(ROOT / "tests/deploy/compose.joined.test.yaml"),
+        ),
         environment={
             **SECRETS,
             "HIDDENQ_VERSION": VERSION,
             "HIDDENQ_HOST": "second",
-            "HIDDENQ_REDIS_ADDRESS": f"{share_address}:6379",
+            "HIDDENQ_REDIS_ADDRESS": f"{share_address}:6380",
+            "HIDDENQ_REDIS_CA_FILE": str(authority_file),
             "HIDDENQ_REDIS_PASSWORD_FILE": str(password_file),
             "HIDDENQ_ADVERTISE_ADDRESS": share_address,
             "HIDDENQ_UPLOADERS": "1",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,22 +39,13 @@ from hiddenq.delivery import (
 from hiddenq.delivery.reaper import Reaping
 from hiddenq.delivery.transitions import Transitions, claim_of
 from tests.delivery.conftest import FAST, SPOOL, batch, entry, record, report, shard
+from tests.deploy.programs import load
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ("worker", "uploader", "producer", "monitor", "operator")
 Connect = Callable[[str], redis.Redis]
-
-
-def load_credentials() -> ModuleType:
-    """The program of the image, as a module."""
-    spec = importlib.util.spec_from_file_location("credentials", ROOT / "deploy/image/credentials.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Fortress(RedisServer):
@@ -66,7 +55,7 @@ class Fortress(RedisServer):
         folder.mkdir()
         self.passwords = {role: f"{role}-planted-password" for role in (*ROLES, "admin", "join")}
         text = (ROOT / "deploy/image/users.acl.in").read_text()
-        (folder / "users.acl").write_text(load_credentials().users_acl(text, self.passwords))
+        (folder / "users.acl").write_text(load("credentials").users_acl(text, self.passwords))
         super().__init__(folder, password="", aclfile=str(folder / "users.acl"))
 
     @property

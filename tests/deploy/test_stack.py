@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hiddenq.contracts.errors import RedisRefused
+from hiddenq.delivery import connect
 from tests.deploy.docker import ROOT, docker, require_engine
 from tests.deploy.stack import (
     JOINED,
@@ -96,6 +98,17 @@ def test_images_say_what_they_are_and_run_as_somebody(images: None) -> None:
         assert re.fullmatch(r"1000[1-4]:10000", image["Config"]["User"])
 
 
+def test_a_service_that_can_not_work_says_why_and_what_to_do_and_does_not_start(images: None) -> None:
+    ended = subprocess.run(
+        ["docker", "run", "--rm", "--network=none", "-e", "HIDDENQ_REDIS_URL=redis://127.0.0.1:1/0",
+         f"hiddenq-uploader:{VERSION}", "upload"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "error    redis://127.0.0.1:1/0" in ended.stderr
+    assert "do:  docker compose up -d redis" in ended.stderr
+
+
 def test_the_demo_runs_to_its_end_and_its_result_is_right(stack: Stack) -> None:
     output = Output("s3://demo/run")
     wait(output.is_complete, "the demo's manifest.json")
@@ -140,13 +153,12 @@ def test_a_killed_worker_comes_back_by_itself_and_its_run_is_finished(stack: Sta
     assert stack.inspect("worker")["RestartCount"] >= 1
 
 
-def test_a_second_machine_joins_with_two_settings_and_does_the_work_alone(
-    stack: Stack, lan: str, tmp_path: Path
-) -> None:
-    password = tmp_path / "join-password"
+def test_a_second_machine_joins_over_tls_and_does_the_work_alone(stack: Stack, lan: str, tmp_path: Path) -> None:
+    password, authority = tmp_path / "join-password", tmp_path / "ca.pem"
     password.write_text(stack.compose("run", "--rm", "--no-deps", "credentials", "show", "join"))
+    stack.compose("cp", "redis:/run/hiddenq/ca.pem", str(authority))
     stack.compose("stop", "worker", "uploader")
-    joined = second_machine(lan, password)
+    joined = second_machine(lan, password, authority)
     try:
         joined.compose("up", "--detach")
         output = Output("s3://demo/joined")
@@ -157,6 +169,14 @@ def test_a_second_machine_joins_with_two_settings_and_does_the_work_alone(
         stack.compose("run", "--rm", "--no-deps", "operator", "drain", "second")
     finally:
         joined.down()
+
+
+def test_the_shared_port_lets_the_join_password_in_and_nobody_else(stack: Stack, lan: str) -> None:
+    password = stack.compose("run", "--rm", "--no-deps", "credentials", "show", "join").strip()
+    connect(f"redis://worker@{lan}:6379/0", password=password).close()
+    for url in (f"redis://operator@{lan}:6379/0", f"redis://admin@{lan}:6379/0", f"redis://{lan}:6379/0"):
+        with pytest.raises(RedisRefused):
+            connect(url, password=password)
 
 
 def test_no_secret_is_in_a_log_a_metric_redis_or_the_output(stack: Stack) -> None:
@@ -190,9 +210,9 @@ def test_down_leaves_nothing_and_nobody_had_to_be_killed(stack: Stack) -> None:
     wait(lambda: stack.is_healthy("worker", "uploader"), "worker and uploader again", seconds=120)
     stack.compose("stop")
     codes = {name: found["ExitCode"] for name, found in stack.containers().items()}
-    assert {name: code for name, code in codes.items() if name in ("worker", "uploader", "redis", "monitor")} == {
-        "worker": 0, "uploader": 0, "redis": 0, "monitor": 0
-    }  # fmt: skip
+    # 143: ended by the signal, in good order; 137 would be killed, after the grace period.
+    ended = {name: codes[name] for name in ("worker", "uploader", "redis", "monitor")}
+    assert ended == {"worker": 0, "uploader": 0, "redis": 0, "monitor": 143}
     stack.compose("down", "--volumes")
     assert docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}") == ""
     assert docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}") == ""
