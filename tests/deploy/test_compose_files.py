@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hiddenq.cli.groups import ComputeOptions, InputOptions, StoreOptions, UploadOptions
 from tests.deploy.docker import DEPLOY, config, require_compose
 
 RUN = {"HIDDENQ_MODEL": "/models/m", "HIDDENQ_DATA": "/data/d.jsonl", "HIDDENQ_OUT": "s3://b/run"}
@@ -50,13 +51,12 @@ def one_node() -> dict[str, Any]:
     return config("compose.yaml", profiles=("*",), environment=RUN)
 
 
-def joining(tmp_path: Path, *overrides: str) -> dict[str, Any]:
-    for name in ("password", "ca.pem"):
-        (tmp_path / name).touch()
+@functools.cache
+def joining(*overrides: str) -> dict[str, Any]:
     environment = {
         "HIDDENQ_REDIS_ADDRESS": "10.8.0.1:6379",
-        "HIDDENQ_REDIS_PASSWORD_FILE": str(tmp_path / "password"),
-        "HIDDENQ_REDIS_CA_FILE": str(tmp_path / "ca.pem"),
+        "HIDDENQ_REDIS_PASSWORD_FILE": "/dev/null",
+        "HIDDENQ_REDIS_CA_FILE": "/dev/null",
     }
     return config("compose.worker.yaml", *overrides, environment=environment)
 
@@ -67,8 +67,8 @@ def test_every_combination_for_one_node_is_valid(files: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("files", JOINING, ids=" ".join)
-def test_every_combination_for_another_machine_is_valid(files: tuple[str, ...], tmp_path: Path) -> None:
-    services = joining(tmp_path, *files[1:])["services"]
+def test_every_combination_for_another_machine_is_valid(files: tuple[str, ...]) -> None:
+    services = joining(*files[1:])["services"]
     assert set(services) == {"credentials", "uploader", "worker"}
     tls = "compose.worker.tls.yaml" in files
     assert services["worker"]["environment"]["HIDDENQ_REDIS_URL"].startswith("rediss://" if tls else "redis://")
@@ -83,6 +83,26 @@ def test_the_example_settings_are_those_of_a_start() -> None:
     lines = [line for line in (DEPLOY / ".env.example").read_text().splitlines() if line and not line.startswith("#")]
     environment = dict(line.split("=", 1) for line in lines)
     assert config("compose.yaml", environment=environment)["services"]["worker"]
+
+
+SET_HERE = {"redis_url", "metrics_port", "metrics_bind", "spool", "profile", "keep_local"}
+"""Options that a container has from its image or its compose file, or that want a file of the host."""
+
+
+@pytest.mark.parametrize(
+    ("service", "groups"),
+    [
+        ("produce", (InputOptions, StoreOptions)),
+        ("worker", (ComputeOptions,)),
+        ("uploader", (UploadOptions,)),
+    ],
+)
+def test_every_option_of_a_stage_can_be_set_in_env(service: str, groups: tuple[type, ...]) -> None:
+    wanted = {field.name for group in groups for field in dataclasses.fields(group)} - SET_HERE
+    stacks = [one_node(), joining()] if service != "produce" else [one_node()]
+    for stack in stacks:
+        found = {name.removeprefix("HIDDENQ_").lower() for name in stack["services"][service]["environment"]}
+        assert wanted <= found, f"missing: {sorted(wanted - found)}"
 
 
 def test_nothing_is_published_but_grafana_on_loopback() -> None:
@@ -100,9 +120,9 @@ def test_redis_is_shared_on_the_named_address_alone() -> None:
         assert [(port["host_ip"], port["target"]) for port in found] == [("10.8.0.1", port)]
 
 
-def test_another_machine_opens_its_metrics_alone_and_not_to_the_world(tmp_path: Path) -> None:
+def test_another_machine_opens_its_metrics_alone_and_not_to_the_world() -> None:
     for name, first in (("worker", 9400), ("uploader", 9440)):
-        ports = joining(tmp_path)["services"][name]["ports"]
+        ports = joining()["services"][name]["ports"]
         assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
         assert min(port["target"] for port in ports) == first
 
@@ -117,8 +137,8 @@ def test_redis_has_no_way_out_and_only_its_clients_beside_it() -> None:
 
 
 @pytest.mark.parametrize("where", ["one node", "another machine"])
-def test_every_service_is_shut_in_bounded_and_logs_in_turns(where: str, tmp_path: Path) -> None:
-    services = one_node()["services"] if where == "one node" else joining(tmp_path)["services"]
+def test_every_service_is_shut_in_bounded_and_logs_in_turns(where: str) -> None:
+    services = one_node()["services"] if where == "one node" else joining()["services"]
     for name, service in services.items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
