@@ -1,7 +1,7 @@
 """What one Redis carries: enqueue rate, batches finished a second, memory a batch, and a simulated fleet.
 
     python -m benchmarks.queue rates [--batches 100000]
-    python -m benchmarks.queue fleet [--batches 100000] [--workers 1024] [--forward-seconds 1.05]
+    python -m benchmarks.queue fleet [--batches 100000] [--workers 1024] [--forward-seconds 1.05] [--folder /dev/shm]
 
 Everything runs against a real server with the settings of the delivery promise (`appendfsync always`) and goes through
 the same scripts as a real worker; only the forward pass and the upload are left out. Prints one JSON object.
@@ -41,8 +41,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=1024)
     parser.add_argument("--forward-seconds", type=float, default=1.05)
+    parser.add_argument("--folder", type=Path, default=None, help="where Redis keeps its data (its disk counts)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         server = EmbeddedServer.start(Path(folder))
         try:
             if options.what == "rates":

@@ -3,7 +3,7 @@
 What is invented: the forward pass (a wait), the shard (a message) and death (a worker falls silent, and comes back
 later under another name). What is real: every call to Redis, its clock, leases, renewals, reports and reaping.
 
-A worker holds one batch on its GPU and one or two claimed ahead, as the real one does. Idle is time in which its
+A worker holds one batch on its GPU and up to two claimed ahead, as the real one does. Idle is time in which its
 GPU had finished a batch, others were still to be had, and the next one had not begun. Lost is forward time whose result
 never counted. The tail is the time from the first worker without work to the last batch.
 """
@@ -34,7 +34,7 @@ class FleetSettings:
     """What the fleet is like."""
 
     num_workers: int = 1024
-    num_threads: int = 8
+    num_threads: int = 16
     """Each plays a share of the workers on a connection of its own."""
     forward_seconds: float = 1.05
     """Mean; each batch's is drawn between half and twice of it."""
@@ -177,8 +177,8 @@ class Player:
             self._at(worker.dies_at, lambda due: self._die(worker, due - now))
         else:
             self._at(now + seconds, lambda due: self._end(worker, claim, seconds, due))
-        if len(worker.ready) < CLAIMED_AHEAD:
-            self._claim(worker)
+        if not worker.ready:
+            self._claim(worker)  # while the GPU is busy
 
     def _end(self, worker: Worker, claim: Claim[BatchJob], seconds: float, due: float) -> None:
         """The forward pass is done: the next one starts, then this one is published, as the real pipeline does."""
@@ -208,7 +208,7 @@ class Player:
             names.extract_queue(self._run),
             worker=worker.name,
             host=f"host-{worker.number // 8}",
-            executions=new_executions(CLAIMED_AHEAD + 1 - len(worker.ready)),
+            executions=new_executions(CLAIMED_AHEAD),
         )
         worker.ready += [claim_of(raw, BatchJob) for raw in raws]
 
