@@ -196,8 +196,11 @@ class Spool:
 
     def _check_readable(self) -> None:
         for entry in self.files():
-            if not os.access(self.folder / entry.file_name, os.R_OK):
-                status = (self.folder / entry.file_name).stat()
+            path = self.folder / entry.file_name
+            if os.access(path, os.R_OK):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # uploaded meanwhile
+                status = path.stat()
                 raise UsageError(
                     f"--spool {self.folder}: user {os.geteuid()} may not read {entry.file_name} (owner "
                     f"{status.st_uid}, group {status.st_gid}, mode {status.st_mode & 0o777:o}); run the workers and "

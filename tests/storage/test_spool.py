@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, UsageError
-from hiddenq.storage import Spool, spool
+from hiddenq.storage import Spool, SpoolEntry, spool
 from tests.support.small_disk import SMALL_DISK_BYTES
 
 NOBODY = 65534
@@ -120,6 +120,7 @@ def test_writers_faster_than_the_uploader_never_pass_the_mark_and_never_stand_st
     deadline = time.monotonic() + 60
     while uploaded < 60:
         assert time.monotonic() < deadline
+        assert not any(writer.exitcode for writer in writers)
         usage = opened.usage()
         most, paused = max(most, usage.num_bytes), paused or usage.paused
         for entry in opened.files()[:1]:
@@ -221,6 +222,15 @@ def test_a_start_without_access_says_whose_the_folder_is_and_what_to_do(open_fol
     text = as_user(NOBODY, [], lambda: Spool.open(folder).spool_id)
     assert "may not read 000001-0123abcd.safetensors (owner 0, group 0, mode 640)" in text
     assert "run the workers and uploaders of a host as one user" in text
+
+
+def test_a_start_is_not_disturbed_by_shards_that_are_uploaded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spool.open(tmp_path)
+    listed = [SpoolEntry(file_name=name(1), num_bytes=10, modified=0.0)]
+    monkeypatch.setattr(Spool, "files", lambda self: listed)
+    assert Spool.open(tmp_path).files() == listed
 
 
 @pytest.mark.parametrize(
