@@ -8,6 +8,7 @@ removed if it is not; each with a log line.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -101,9 +102,10 @@ class Reconciler:
             return
         for entry in self._spool.files():
             batch_id, _ = _parse(entry.file_name)
-            if batch_id in dead and self._header(entry).run == run.record.run:
-                self._spool.quarantine(entry.file_name, "upload given up")
-                self._log.warning("dead_upload_set_aside", file=entry.file_name)
+            with contextlib.suppress(MissingShard, DamagedShard):
+                if batch_id in dead and self._header(entry).run == run.record.run:
+                    self._spool.quarantine(entry.file_name, "upload given up")
+                    self._log.warning("dead_upload_set_aside", file=entry.file_name)
 
     def _sweep_store(self, run: OpenRun) -> None:
         def is_abandoned(file_name: str) -> bool:
@@ -168,13 +170,17 @@ class Reconciler:
         plans: dict[str, BatchPlan] = {plan.batch_id: plan for plan in load_batches(run.store)}
         if orphan.batch_id not in plans:
             return "its run has no such batch"
+        try:
+            checksum = crc.of_file(self._spool.path(orphan.entry.file_name))
+        except FileNotFoundError:
+            return "it is gone already"
         shard = ShardReady(
             batch=plans[orphan.batch_id].job(run.record.run),
             spool_id=self._spool.spool_id,
             file_name=orphan.entry.file_name,
             num_bytes=orphan.entry.num_bytes,
             data_offset=orphan.data_offset,
-            checksum=crc.of_file(self._spool.path(orphan.entry.file_name)),
+            checksum=checksum,
             execution=orphan.execution,
             worker="reconciler",
         )

@@ -163,6 +163,8 @@ class LocalStore:
             raise ObjectMissing(f"{where}: no such object") from error
         except (NotADirectoryError, IsADirectoryError) as error:
             raise ObjectMissing(f"{where}: not an object: {error.strerror}") from error
+        except FileExistsError as error:
+            raise StoreRefused(f"{error.filename or where}: expected a folder, found a file") from error
         except PermissionError as error:
             raise StoreRefused(
                 f"{error.filename or where}: {error.strerror}; give user {os.geteuid()} access to {self.uri}"

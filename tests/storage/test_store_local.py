@@ -191,6 +191,8 @@ def test_a_probe_leaves_nothing_and_a_place_that_can_not_be_used_says_why(store:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreRefused, match="can't be read: Not a directory"):
         LocalStore(tmp_path / "file").check_readable()
+    with pytest.raises(StoreRefused, match="file: expected a folder, found a file"):
+        LocalStore(tmp_path / "file/out").probe()
 
 
 def test_a_full_disk_is_a_store_that_is_away_and_nothing_is_left(small_disk: Path, tmp_path: Path) -> None:
