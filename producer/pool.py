@@ -1,8 +1,8 @@
 """Encoding in parallel: blocks in, encoded blocks out, in the same order.
 
-Invariant: the result is that of one process encoding block after block, because blocks are cut before they are handed
-out and collected in the order in which they were cut; and memory is bounded, because only a few blocks a process are
-on the way at a time.
+Invariant: the result is that of one process encoding block after block, because blocks are dealt out in turn and
+collected in the same turn; and memory is bounded, because a process has two blocks at most. Nothing can wait for ever:
+each process has a pipe of its own, always reads it, and dies with it; and the death of one is heard at its pipe.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from hiddenq.contracts.errors import UsageError
 from hiddenq.model_identity import block_torch
 from producer.blocks import Block
 from producer.encoder import EncodedBlock, Encoder, EncoderSettings
 
-_BLOCKS_PER_PROCESS = 3
-
-_encoder: Encoder | None = None
-"""This process's encoder, where it is one of a pool."""
+_BLOCKS_PER_PROCESS = 2
+_END_SECONDS = 5.0
 
 
 def encode_blocks(
@@ -40,45 +40,81 @@ def encode_blocks(
         for block in blocks:
             yield block, encoder.encode(block)
         return
-    pool = ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
-    )
-    waiting: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    workers = [_Worker(settings) for _ in range(num_processes)]
+    waiting: deque[tuple[Block, _Worker]] = deque()
     try:
-        for block in blocks:
-            waiting.append((block, pool.submit(_encode, block)))
-            if len(waiting) >= _BLOCKS_PER_PROCESS * num_processes:
-                done, future = waiting.popleft()
-                yield done, future.result()
+        for number, block in enumerate(blocks):
+            if len(waiting) == _BLOCKS_PER_PROCESS * num_processes:
+                done, worker = waiting.popleft()
+                yield done, worker.receive()
+            worker = workers[number % num_processes]
+            worker.send(block)
+            waiting.append((block, worker))
         while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    except BrokenProcessPool as error:
+            done, worker = waiting.popleft()
+            yield done, worker.receive()
+    except (EOFError, OSError) as error:
         raise UsageError(
             f"--processes {num_processes}: a tokenising process died, most likely for want of memory; use fewer"
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.end()
 
 
-def _start(settings: EncoderSettings) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and shuts the pool down
+class _Worker:
+    """One process and this side of its pipe."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_work, args=(theirs, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, block: Block) -> None:
+        self._pipe.send(block)
+
+    def receive(self) -> EncodedBlock:
+        result = self._pipe.recv()
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, EncodedBlock)
+        return result
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join(_END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+def _work(pipe: Connection, settings: EncoderSettings) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and closes the pipe
+    blocks: queue.SimpleQueue[Block] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, blocks), daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the parent has said it once
     if settings.tokenizer is None or not settings.tokenizer.trust_remote_code:
         block_torch()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = Encoder(settings)
+    encoder = Encoder(settings)
     gc.freeze()  # what is loaded now stays; looking through it again and again costs several per cent
+    while True:
+        block = blocks.get()
+        try:
+            result: EncodedBlock | Exception = encoder.encode(block)
+        except Exception as error:
+            last_row = block.first_row + block.num_rows - 1
+            error.add_note(f"in rows {block.first_row} to {last_row}:\n{traceback.format_exc()}")
+            result = error
+        pipe.send(result)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(block: Block) -> EncodedBlock:
-    assert _encoder is not None
-    return _encoder.encode(block)
+def _listen(pipe: Connection, blocks: queue.SimpleQueue[Block]) -> None:
+    """Take what comes at once, so that the parent never waits to send; end when it has gone."""
+    try:
+        while True:
+            blocks.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)
