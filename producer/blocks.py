@@ -7,6 +7,7 @@ can change another's number, and no row that can't be decoded takes its block wi
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -144,9 +145,10 @@ def _line_blocks(chunks: Iterator[bytes], raw: Any, file: Path) -> Iterator[Bloc
     """Lines in `chunks`; `raw` is the file beneath, whose position tells how far reading has come."""
     lines: list[bytes] = []
     size = 0
-    for number, line in enumerate(_lines(chunks)):
-        if number == 0:
-            _refuse_array(line, file)
+    source = _lines(chunks)
+    opening = list(itertools.islice(source, 2))
+    _refuse_array(opening, file)
+    for line in itertools.chain(opening, source):
         lines.append(line)
         size += len(line)
         if size >= _BLOCK_BYTES or len(lines) >= _BLOCK_ROWS:
@@ -194,18 +196,22 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield whole
 
 
-def _refuse_array(line: bytes, file: Path) -> None:
-    """A file that is one JSON array can't be streamed; a single row that is one is merely a bad row."""
-    if not line.lstrip().startswith(b"["):
-        return
-    try:
-        value = orjson.loads(line)
-    except ValueError:
-        value = None
-    if value is None or any(isinstance(item, dict) for item in value):
+def _refuse_array(opening: list[bytes], file: Path) -> None:
+    """A file that is one JSON array can't be streamed; a first row that is one, before others, is merely a bad row."""
+    first = opening[0].lstrip() if opening else b""
+    opens_array = first.startswith(b"[") and first[1:].lstrip()[:1] in (b"", b"{")
+    if opens_array and not any(_is_json(line) for line in opening[1:]):
         raise DatasetError(
             f"--data {file}: it is one JSON array; rows must stand one a line: jq -c '.[]' {file.name} > rows.jsonl"
         )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _decode_line(line: bytes) -> Any:

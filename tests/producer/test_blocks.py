@@ -113,7 +113,8 @@ def test_a_huge_line_is_a_block_of_its_own_and_tokenised_no_further_than_needed(
 
 def test_a_file_that_is_one_json_array_is_refused_with_the_cure(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    for text in (json.dumps(ROWS[:2]), json.dumps(ROWS[:2], indent=1)):
+    lines = ",\n".join(map(json.dumps, ROWS[:3]))
+    for text in (json.dumps(ROWS[:2]), json.dumps(ROWS[:2], indent=1), f"[\n{lines}\n]", f"[{lines}]"):
         file.write_text(text)
         with pytest.raises(DatasetError, match=r"it is one JSON array; rows must stand one a line: jq -c '\.\[\]'"):
             read(file)
@@ -136,3 +137,8 @@ def test_null_fields_of_columnar_files_are_as_if_absent(tmp_path: Path) -> None:
     file = tmp_path / "data"
     pa.parquet.write_table(pa.Table.from_pylist(rows), file)
     assert read(file) == rows
+
+
+@pytest.mark.parametrize("first", [b"[{}]", b"[]", b"[1, 2]", b"[" * 9, b'[{"broken'])
+def test_a_first_row_that_is_an_array_is_a_bad_row_not_a_bad_file(tmp_path: Path, first: bytes) -> None:
+    assert read(write_lines(tmp_path / "data", [first, ROWS[0]]))[1] == ROWS[0]
