@@ -188,6 +188,8 @@ class Pipeline:
                 continue
             self._room.release()
             self._status.busy(seconds)
+            if launched.ended is not None:
+                self._status.metrics.memory_peak.set(torch.cuda.max_memory_reserved(self._engine.device))
             self._status.metrics.stage_seconds.labels("gpu").observe(seconds)
             self._status.left_device(work.claim.message.batch_id)
             self._finished.put(item)

@@ -161,7 +161,7 @@ def _announce(status: WorkerStatus, ready: Ready, record: RunRecord) -> None:
         report.device,
         report.gpu_uuid,
         report.gpu_name,
-        record.config.model.model,
+        record.config.model.model.rstrip("/").rpartition("/")[2],
         report.attention,
         report.spool_id,
     ).set(1)

@@ -23,6 +23,7 @@ import redis
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, save_run
+from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.supervisor import die_with_parent
@@ -174,6 +175,7 @@ def _produce_in_child(
     delivery: DeliverySettings,
 ) -> None:
     die_with_parent(parent)
+    block_torch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     configure_logging(default_level="WARNING", stage="producer")
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import redis
@@ -26,7 +26,6 @@ from hiddenq.contracts.shard import header_num_bytes, parse_header
 from hiddenq.delivery import (
     DeliverySettings,
     dead_letters,
-    execution_is_dead,
     list_runs,
     restore_uploads,
     run_state,
@@ -56,14 +55,20 @@ class Reconciler:
     """Looks after one spool and the runs whose shards pass through it."""
 
     def __init__(
-        self, client: redis.Redis, spool: Spool, runs: Runs, settings: DeliverySettings, stopping: threading.Event
+        self,
+        client: redis.Redis,
+        spool: Spool,
+        runs: Runs,
+        settings: DeliverySettings,
+        stopping: threading.Event,
+        is_dead: Callable[[str], bool],
     ) -> None:
         self._client = client
         self._spool = spool
         self._runs = runs
         self._patience_seconds = 3 * settings.lease_seconds
-        self._settings = settings
         self._stopping = stopping
+        self._is_dead = is_dead
         self._log = telemetry.logger().bind(spool=spool.spool_id)
 
     def once(self) -> None:
@@ -185,9 +190,6 @@ class Reconciler:
             worker="reconciler",
         )
         return "" if restore_uploads(self._client, run.record, [shard]) else "its batch is on its way otherwise"
-
-    def _is_dead(self, execution: str) -> bool:
-        return execution_is_dead(self._client, execution, self._settings)
 
 
 def boot_time() -> float:

@@ -59,7 +59,7 @@ def serve(settings: UploaderSettings) -> int:
     status = UploaderStatus(registry, spool, index=settings.index, name=name)
     port = telemetry.serve_metrics(registry, port=settings.metrics_port, address=settings.metrics_address)
     if port:
-        status.metrics_address = f"{settings.metrics_address}:{port}"
+        status.metrics_address = telemetry.advertised_address(settings.metrics_address, port)
     consumer = Consumer(
         client,
         names.upload_queue(spool.spool_id),
@@ -99,7 +99,9 @@ class Uploader:
         self._settings = settings
         self._runs = Runs(client, spool, settings, status)
         self._upload = ShardUpload(consumer, spool, self._runs, status, settings, after_commit=self._finish_if_complete)
-        self._reconciler = Reconciler(client, spool, self._runs, _delivery(client), consumer.stopping)
+        self._reconciler = Reconciler(
+            client, spool, self._runs, _delivery(client), consumer.stopping, consumer.execution_is_dead
+        )
         self._finished: dict[str, tuple[int, int]] = {}
         """By run: committed and dead batches when it was last finished."""
         self._finishing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)

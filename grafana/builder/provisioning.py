@@ -88,7 +88,9 @@ def alert_rules() -> dict[str, Any]:
     rules = [_rule(alert) for alert in alerts()]
     return {
         "apiVersion": 1,
-        "groups": [{"orgId": 1, "name": "hiddenq", "folder": FOLDER, "interval": f"{INTERVAL_SECONDS}s", "rules": rules}],
+        "groups": [
+            {"orgId": 1, "name": "hiddenq", "folder": FOLDER, "interval": f"{INTERVAL_SECONDS}s", "rules": rules}
+        ],
     }
 
 

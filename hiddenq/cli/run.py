@@ -97,6 +97,9 @@ def plan(
 
     Rows kept and rejected by reason, lengths, batches, padding, bytes by choice of layers, hours at a given rate.
     """
+    from hiddenq.model_identity import block_torch
+
+    block_torch()
     from hiddenq.progress import TerminalProgress
     from hiddenq.telemetry import configure_logging
     from producer import plan as plan_run

@@ -54,6 +54,9 @@ def produce(
     """
     import contextlib
 
+    from hiddenq.model_identity import block_torch
+
+    block_torch()
     from hiddenq.delivery import DeliverySettings, LocationLock, Reaper, connect
     from hiddenq.produce import produce as produce_run
     from hiddenq.progress import TerminalProgress

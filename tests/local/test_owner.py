@@ -27,9 +27,7 @@ def test_the_second_host_is_refused_naming_the_first(store: ObjectStore, monkeyp
     monkeypatch.setenv("HIDDENQ_HOST", "first")
     with mark(store):
         monkeypatch.setenv("HIDDENQ_HOST", "second")
-        with pytest.raises(
-            RunMismatch, match=rf"being run by process {os.getpid()} on first, which has a"
-        ):
+        with pytest.raises(RunMismatch, match=rf"being run by process {os.getpid()} on first, which has a"):
             mark(store).__enter__()
     assert store.stat(names.OWNER) is None, "a run that ended leaves no mark"
     with mark(store):

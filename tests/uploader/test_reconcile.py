@@ -16,7 +16,7 @@ from structlog.testing import LogCapture
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Ledger, enqueue, save_run, spool_file_names
+from hiddenq.delivery import Ledger, enqueue, execution_is_dead, save_run, spool_file_names
 from hiddenq.storage import LocalStore, Spool, StoreObserver
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -39,7 +39,11 @@ def run(redis_client: redis.Redis, store: LocalStore) -> SmallRun:
 @pytest.fixture
 def reconciler(redis_client: redis.Redis, spool: Spool, run: SmallRun) -> Reconciler:
     runs = Runs(redis_client, spool, UploaderSettings(spool=spool.folder), StoreObserver())
-    return Reconciler(redis_client, spool, runs, run.settings, threading.Event())
+
+    def is_dead(execution: str) -> bool:
+        return execution_is_dead(redis_client, execution, run.settings)
+
+    return Reconciler(redis_client, spool, runs, run.settings, threading.Event(), is_dead)
 
 
 @pytest.fixture
