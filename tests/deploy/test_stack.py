@@ -150,7 +150,7 @@ def test_a_killed_worker_comes_back_by_itself_and_its_run_is_finished(stack: Sta
     stack.kill_process("worker")
     wait(output.is_complete, "manifest.json after the kill")
     output.check()
-    assert stack.inspect("worker")["RestartCount"] >= 1
+    wait(lambda: stack.inspect("worker")["RestartCount"] >= 1, "the worker's restart", seconds=60)
 
 
 def test_a_second_machine_joins_over_tls_and_does_the_work_alone(stack: Stack, lan: str, tmp_path: Path) -> None:
