@@ -41,7 +41,7 @@ class DoctorSettings(Frozen):
     """Output location; a worker learns it from Redis instead."""
     store: StoreSettings = StoreSettings()
     model: Path | None = None
-    """Folder of the target model on this machine."""
+    """Folder of the target model on this machine; None for the one that the run names."""
     gpus_per_worker: int = 1
 
     @property
@@ -69,7 +69,8 @@ def _findings(settings: DoctorSettings, nvml: Any, around: Surroundings | None) 
     if settings.uses_gpus:
         yield from _guarded("GPUs", gpus)
         yield from _guarded("caches", lambda: [check_cache(cache_folder()), check_shared_memory()])
-    model, spool, url, location = settings.model, settings.spool, settings.redis_url, settings.location
+    model = settings.model or _model_folder(settings, run)
+    spool, url, location = settings.spool, settings.redis_url, settings.location
     if model:
         yield from _guarded(
             "model", lambda: check_model(model, gpu_bytes, gpus_per_worker=settings.gpus_per_worker, run=run)
@@ -114,6 +115,14 @@ def _run(settings: DoctorSettings) -> RunConfig | None:
     except (HiddenqError, OSError):
         return None
     return None
+
+
+def _model_folder(settings: DoctorSettings, run: RunConfig | None) -> Path | None:
+    """The run's model, for those who load it, if it lies in a folder here; a hub model is found out by the load."""
+    if run is None or settings.role not in ("all", "worker"):
+        return None
+    folder = Path(run.model.model).expanduser()
+    return folder if folder.is_dir() else None
 
 
 def cache_folder() -> Path:

@@ -15,11 +15,13 @@ import pytest
 from hiddenq.contracts.errors import StoreAway
 from hiddenq.contracts.run import RunConfig
 from hiddenq.doctor import DoctorSettings, Finding, diagnose
+from hiddenq.doctor.driver import Surroundings
 from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool, file_system
 from hiddenq.doctor.location import check_location, check_store_clock, remaining_bytes
 from hiddenq.doctor.model import check_kernels, check_model
 from hiddenq.doctor.queue import check_exposure, check_queue
 from hiddenq.storage import StoreSettings, open_store
+from tests.doctor.fake_nvml import FakeGpu, FakeNvml
 from tests.support.made_run import make_run
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
@@ -154,6 +156,16 @@ def test_a_model_that_does_not_fit_is_an_error_and_a_close_fit_a_warning(
     assert "fits closely" in whats(list(check_model(folder, [55 * GIB])), "warning")
     assert "fits: weights 54.0 GiB" in whats(list(check_model(folder, [80 * GIB])), "ok")
     assert not whats(list(check_model(folder, [48 * GIB], gpus_per_worker=2)), "error")
+
+
+def test_the_model_that_the_run_names_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/cc")
+    folder = checkpoint(tmp_path / "model", 81 * GIB, model_type="qwen3")
+    make_run(tmp_path / "run", model=str(folder))
+    settings = DoctorSettings(location=str(tmp_path / "run"))
+    around = Surroundings(kernel_driver=None, in_container=False, torch_cuda="13.0", torch_version="2.13.0")
+    findings = diagnose(settings, nvml=FakeNvml(FakeGpu()), around=around)
+    assert "model does not fit: weights 81.0 GiB" in whats(findings, "error")
 
 
 def test_the_runs_largest_batch_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
