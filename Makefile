@@ -9,6 +9,8 @@ DEMO := .demo
 DEVICE ?= auto
 CONVERSATIONS ?= 210
 MINUTES ?= 20
+# Most tests wait (for a lease, a server, a process), so one more than two cores is well used.
+TEST_PROCESSES ?= 3
 
 .PHONY: help demo test lint unit chaos clean
 .DEFAULT_GOAL := help
@@ -47,7 +49,7 @@ lint: $(VENV)/.test-installed ## ruff, mypy strict, import-linter
 
 unit: $(VENV)/.test-installed
 	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 chaos: $(VENV)/.test-installed ## kill everything at random for MINUTES=20, with a new seed
 	$(BIN)/python -m tests.fault.chaos --minutes $(MINUTES)
