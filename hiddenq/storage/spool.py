@@ -156,15 +156,15 @@ class Spool:
 
     def usage(self) -> SpoolUsage:
         """How full the spool is now."""
-        files = self.files()
-        reserved = self._reserved_bytes()
-        used = sum(entry.num_bytes for entry in files) + reserved
+        look = self._look()
+        files = [status for name, status in look.items() if not name.startswith(TEMPORARY_PREFIX)]
+        used = sum(status.st_size for status in look.values())
         high, low = self._marks(used)
-        oldest = min((entry.modified for entry in files), default=None)
+        oldest = min((status.st_mtime for status in files), default=None)
         return SpoolUsage(
             num_bytes=used,
             num_files=len(files),
-            reserved_bytes=reserved,
+            reserved_bytes=used - sum(status.st_size for status in files),
             quarantine_bytes=sum(status.st_size for _, status in self._scan(self.folder / _QUARANTINE)),
             oldest_seconds=0.0 if oldest is None else max(0.0, time.time() - oldest),
             high_bytes=high,
@@ -224,14 +224,16 @@ class Spool:
         return high, low
 
     def _used_bytes(self) -> int:
-        return sum(
-            status.st_size
+        return sum(status.st_size for status in self._look().values())
+
+    def _look(self) -> dict[str, os.stat_result]:
+        """Shards and reservations by name; one that is renamed while we look has one of its names, not both."""
+        by_inode = {
+            status.st_ino: (name, status)
             for name, status in self._scan(self.folder)
             if name.startswith(TEMPORARY_PREFIX) or names.parse_shard_name(name)
-        )
-
-    def _reserved_bytes(self) -> int:
-        return sum(status.st_size for name, status in self._scan(self.folder) if name.startswith(TEMPORARY_PREFIX))
+        }
+        return dict(by_inode.values())
 
     def _trim_quarantine(self, folder: Path) -> None:
         cap = min(int(QUARANTINE_SHARE * shutil.disk_usage(folder).total), QUARANTINE_MAX_BYTES)

@@ -15,6 +15,8 @@ from tests.support.command import Command, make_command, processes_with
 from tests.support.models import save_tiny_model
 from tests.support.s3_server import s3_location, s3_server  # noqa: F401  fixtures
 
+ALONE = ("--devices", "cpu", "--cpu-threads", "1", "--processes", "1", "--uploaders", "1")
+"""Options of a run that takes as little of the machine as it can: tests run beside each other."""
 SENTENCE = "the model reads a token and writes a state for each layer that was asked of it while time goes on"
 
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.conftest import chats, write_rows
+from tests.local.conftest import ALONE, chats, write_rows
 from tests.local.test_run import assert_complete
 from tests.support.command import Command, processes_with, wait_until
 
 pytestmark = pytest.mark.slow
 
-NUM_SAMPLES = 40
+NUM_SAMPLES = 30
 
 
 @pytest.fixture
 def arguments(slow_model: Path, tmp_path: Path) -> tuple[str, ...]:
     """A run of many batches of a few samples, slow enough to be caught in the middle."""
-    data = write_rows(tmp_path / "chats.jsonl", chats(NUM_SAMPLES, max_words=120))
+    data = write_rows(tmp_path / "chats.jsonl", chats(NUM_SAMPLES, max_words=100))
     return (
         "run", "--model", str(slow_model), "--data", str(data), "--out", str(tmp_path / "out"),
         "--target-layers", "0,1,2,3", "--token-budget", "768", "--max-length", "768",
-        "--devices", "cpu", "--cpu-threads", "1",
+        *ALONE,
     )  # fmt: skip
 
 

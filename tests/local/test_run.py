@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hiddenq
 from hiddenq.reader import Run
 from hiddenq.storage import StoreSettings
-from tests.local.conftest import chats, write_rows
+from tests.local.conftest import ALONE, chats, write_rows
 from tests.support.command import Command, Ended, lines_of, make_command
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
 
@@ -62,7 +62,7 @@ def test_every_layer_of_every_sample_equals_a_plain_forward_of_that_sample_alone
     out = tmp_path / "out"
     ended = hiddenq(
         "run", "--model", models[name], "--data", data, "--out", out, "--target-layers", "0,1,2,3",
-        "--token-budget", "1024", "--devices", "cpu", "--cpu-threads", "1",
+        "--token-budget", "1024", *ALONE,
     )  # fmt: skip
     run = assert_complete(ended, out, 24)
     assert run.config.num_batches > 2
@@ -85,7 +85,7 @@ def test_a_second_run_has_nothing_to_do_and_does_no_forward_pass(
     data = write_rows(tmp_path / "chats.jsonl", chats(6))
     out = tmp_path / "out"
     arguments = ("run", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1",
-                 "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+                 *ALONE)  # fmt: skip
     assert_complete(hiddenq(*arguments), out, 6)
     before = {path: path.stat().st_mtime_ns for path in (out / "states").iterdir()}
     worker_log = (out / ".hiddenq" / "logs" / "worker-cpu.log").read_text()
@@ -101,7 +101,7 @@ def test_token_ids_with_a_mask_are_taken_as_they_are(hiddenq: Command, models: d
     data = write_rows(tmp_path / "ids.jsonl", rows)
     out = tmp_path / "out"
     ended = hiddenq("run", "--model", models["qwen3"], "--data", data, "--out", out, "--target-layers", "0,2",
-                    "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+                    *ALONE)  # fmt: skip
     run = assert_complete(ended, out, 3)
     for number, row in enumerate(rows):
         assert run[number].input_ids.tolist() == row["input_ids"]
@@ -114,7 +114,7 @@ def test_the_test_flag_runs_the_first_hundred_rows_beside_the_location(
     data = write_rows(tmp_path / "chats.jsonl", chats(120, max_words=4))
     out = tmp_path / "out"
     ended = hiddenq("run", "--test", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1",
-                    "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+                    *ALONE)  # fmt: skip
     assert_complete(ended, tmp_path / "out-test", 100)
     assert not out.exists()
 
@@ -152,7 +152,7 @@ def test_a_location_of_another_run_is_refused_naming_the_field(
 ) -> None:
     data = write_rows(tmp_path / "chats.jsonl", chats(3))
     out = tmp_path / "out"
-    common = ("run", "--data", data, "--out", out, "--devices", "cpu", "--cpu-threads", "1")
+    common = ("run", "--data", data, "--out", out, *ALONE)
     assert_complete(hiddenq(*common, "--model", models["llama"], "--target-layers", "1"), out, 3)
     ended = hiddenq(*common, "--model", models["llama"], "--target-layers", "2")
     assert ended.status == 2
@@ -170,7 +170,7 @@ def test_a_run_into_s3_is_complete_and_resumes(
     command = make_command(home, AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_REGION="us-east-1")
     data = write_rows(tmp_path / "chats.jsonl", chats(8))
     arguments = ("run", "--model", models["llama"], "--data", data, "--out", s3_location.uri, "--target-layers", "1,2",
-                 "--endpoint-url", s3_server.endpoint_url, "--devices", "cpu", "--cpu-threads", "1")  # fmt: skip
+                 "--endpoint-url", s3_server.endpoint_url, *ALONE)  # fmt: skip
     ended = command(*arguments)
     assert ended.status == 0, f"{ended}\n{lines_of(sorted(home.rglob('*.log')))}"
     again = command(*arguments)
@@ -191,7 +191,7 @@ def test_a_real_model_in_bf16_is_as_close_to_its_own_fp32_as_transformers_is(
     data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:6]))
     out = tmp_path / "out"
     ended = hiddenq("run", "--model", model, "--data", data, "--out", out, "--max-length", "96",
-                    "--token-budget", "288", "--devices", "cpu")  # fmt: skip
+                    "--token-budget", "288", "--devices", "cpu", "--processes", "1")  # fmt: skip
     run = assert_complete(ended, out, 6)
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
