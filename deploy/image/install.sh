@@ -16,6 +16,7 @@ fi
 for package in hiddenq producer gpu_worker uploader; do
     mkdir -p "$package" && touch "$package/__init__.py"
 done
+touch README.md LICENSE
 
 compile=--compile
 [ "$slim" = yes ] && compile=--no-compile
