@@ -12,7 +12,7 @@ MINUTES ?= 20
 # Most tests wait (for a lease, a server, a process), so one more than two cores is well used.
 TEST_PROCESSES ?= 3
 
-.PHONY: help demo test lint unit chaos clean
+.PHONY: help demo test lint unit test-deploy chaos clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -50,6 +50,9 @@ lint: $(VENV)/.test-installed ## ruff, mypy strict, import-linter
 unit: $(VENV)/.test-installed
 	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+
+test-deploy: $(VENV)/.test-installed ## the container stack; needs a Docker engine (tests/deploy/engine.py starts one)
+	$(BIN)/pytest tests/deploy/test_stack.py
 
 chaos: $(VENV)/.test-installed ## kill everything at random for MINUTES=20, with a new seed
 	$(BIN)/python -m tests.fault.chaos --minutes $(MINUTES)
