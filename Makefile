@@ -8,6 +8,9 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 DEMO := .demo
 DEVICE ?= auto
 CONVERSATIONS ?= 210
+# bfloat16 where it is fast, which not every CPU is.
+DTYPE ?= $(shell { command -v nvidia-smi || grep -E 'avx512_bf16|amx_bf16' /proc/cpuinfo; } >/dev/null 2>&1 \
+	&& echo bfloat16 || echo float32)
 MINUTES ?= 20
 # Most tests wait (for a lease, a server, a process), so one more than two cores is well used.
 TEST_PROCESSES ?= 3
@@ -36,7 +39,7 @@ $(VENV)/.test-installed: $(VENV)/.demo-installed
 demo: $(VENV)/.demo-installed ## extract states of a real model over real conversations, end to end, on this machine
 	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
 	$(BIN)/hiddenq run --model $(DEMO)/model --data $(DEMO)/conversations-$(CONVERSATIONS).jsonl --out $(DEMO)/out \
-		--target-layers eagle3 --max-length 1024 --token-budget 4096 --devices $(DEVICE)
+		--target-layers eagle3 --max-length 1024 --token-budget 4096 --dtype $(DTYPE) --devices $(DEVICE)
 	$(BIN)/hiddenq verify --out $(DEMO)/out --recompute 3
 
 test: lint unit ## everything a change must pass

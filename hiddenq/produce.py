@@ -22,7 +22,7 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
-from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, save_run
+from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, retry_dead, save_run
 from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
@@ -45,9 +45,12 @@ def produce(
     delivery: DeliverySettings,
     progress: Progress,
     prepared: Callable[[RunRecord], None] = lambda record: None,
+    retry_failed: bool = True,
     stop: threading.Event | None = None,
 ) -> EnqueueReport:
     """Prepare the run if it is not there yet, then enqueue what is not done; `prepared` hears of the run in between.
+
+    `retry_failed` gives dead letters all their attempts again.
 
     Raises:
         UserError: model, dataset, location or settings are not as they must be.
@@ -63,6 +66,8 @@ def produce(
     )
     save_run(client, record)
     reconcile_ledger(client, store, record)
+    if retry_failed and (num_retried := retry_dead(client, record.run)):
+        logger().warning("dead_letters_retried", run=record.run, num_batches=num_retried)
     prepared(record)
     jobs = (batch.job(record.run) for batch in plan.batches)
     return enqueue(client, record, jobs, stop=stop)
@@ -116,7 +121,8 @@ class ProducerProcess:
     def start_again(self) -> None:
         """Start the process (once more)."""
         self._pipe, theirs = self._context.Pipe(duplex=False)
-        arguments = (theirs, os.getpid(), *self._arguments)
+        # A batch that died in this very run is not tried again by it.
+        arguments = (theirs, os.getpid(), self.num_starts == 0, *self._arguments)
         self._process = self._context.Process(target=_produce_in_child, args=arguments, name="producer")
         self._process.start()
         theirs.close()
@@ -169,6 +175,7 @@ class ProducerProcess:
 def _produce_in_child(
     pipe: Connection,
     parent: int,
+    retry_failed: bool,
     settings: ProducerSettings,
     out: str,
     store_settings: StoreSettings,
@@ -188,6 +195,7 @@ def _produce_in_child(
                 delivery=delivery,
                 progress=progress,
                 prepared=pipe.send,
+                retry_failed=retry_failed,
             )
         pipe.send(report)
     except HiddenqError as error:
