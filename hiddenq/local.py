@@ -198,16 +198,23 @@ class _Pipeline:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
-        if settings.spool is None and self._spool.exists():
-            # Every process that ever wrote into this spool has ended: what has no final name is nobody's.
-            Spool.open(self._spool).sweep(lambda execution: True)
         began = time.monotonic()
         manifest = finish_run(self._client, record, self._store)
+        if settings.spool is None and self._spool.exists():
+            self._tidy_spool(manifest.complete)
         seconds["finish"] = time.monotonic() - began
         print_summary(self._client, record, manifest, seconds, before)
         if reason:
             raise RetryableError(f"{record.run}: {reason}; the same command goes on from here")
         return 0 if manifest.complete else 1
+
+    def _tidy_spool(self, complete: bool) -> None:
+        """Clear this run's own spool: every process that ever wrote into it has ended."""
+        spool = Spool.open(self._spool)
+        spool.sweep(lambda execution: True)
+        if complete:
+            for entry in spool.files():  # published by a process that died before it could say so
+                spool.delete(entry.file_name)
 
     def _extract(self, record: RunRecord, producer: ProducerProcess, progress: RunProgress) -> str | None:
         """Run workers and uploaders to the end; returns why the run can't end, or None if it did."""

@@ -48,7 +48,7 @@ from tests.support.waiting import wait_until
 
 DELIVERY = DeliverySettings(lease_seconds=8, renew_seconds=1, reap_seconds=1, retry_delays=(600.0,))
 TIMING = Timing(floor_seconds=15, restart_seconds=5, window="20s", interval_seconds=1)
-ROWS = 2000
+ROWS = 12000
 """Enough that batches wait all along: nothing here waits for the run to end."""
 
 

@@ -48,7 +48,7 @@ def test_produce_worker_and_upload_complete_a_run_together(
     run = hiddenq.open_run(out)
     assert len(run) == 8
     assert run[5].hidden_states.shape[1:] == (2, 64)
-    status = fleet("status", "--json")
+    status = fleet("status", "--out", out, "--json")
     assert json.loads(status.out)["complete"] is True, status
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_nobody_can_go_on_with_ends_with_the_reason(
     ended = hiddenq(*arguments, "--attention", "flash_attention_2")
     assert ended.status == 1, f"{ended}\n{lines_of(sorted((out / '.hiddenq' / 'logs').glob('*.log')))}"
     assert "worker-cpu was given up" in ended.err
-    assert "flash_attention_2" in ended.err
+    assert "FlashAttention2" in ended.err, "the worker's own last words"
     assert json.loads((out / "manifest.json").read_text())["complete"] is False
     again = hiddenq(*arguments)
     assert again.status == 0, again
