@@ -147,7 +147,10 @@ class HostOptions:
     ] = None
     uploaders: Annotated[int, _option(_HOST, text="Uploader processes.", metavar="N")] = 2
     metrics_port: Annotated[
-        int, _option(_HOST, text="First port for /metrics; each process takes the next free one; 0 for none.")
+        int,
+        _option(
+            _HOST, text="Base port for /metrics; each process adds its number; a taken one is passed over; 0: none."
+        ),
     ] = 0
     metrics_bind: Annotated[str, _option(_HOST, text="Address that /metrics listens on.")] = "127.0.0.1"
 

@@ -167,7 +167,7 @@ def worker_process(
             device=device,
             spool=spool,
             spool_high_bytes=spool_bytes,
-            metrics_port=metrics_port,
+            metrics_port=metrics_port and metrics_port + int(device.partition(":")[2] or 0),
             metrics_bind=metrics_bind,
             trust_remote_code=trust_remote_code,
             **vars(compute),
@@ -194,7 +194,7 @@ def upload_process(
             spool=spool,
             index=index,
             spool_high_bytes=spool_bytes,
-            metrics_port=metrics_port,
+            metrics_port=metrics_port and metrics_port + index,
             metrics_address=metrics_bind,
             **vars(uploads),
         )
