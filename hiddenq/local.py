@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import redis
 
 from hiddenq import state
-from hiddenq.contracts.errors import RetryableError, UserError
+from hiddenq.contracts.errors import HiddenqError, RedisAway, RetryableError, UsageError, UserError
 from hiddenq.delivery import (
     DeliverySettings,
     EmbeddedServer,
@@ -33,6 +34,7 @@ from hiddenq.delivery import (
     RunRecord,
     connect,
     fleet,
+    run_state,
     stuck_reason,
 )
 from hiddenq.owner import OwnerMark
@@ -92,11 +94,12 @@ def run(settings: RunSettings) -> int:
         stack.callback(_remove, litter)
         client = _take(stack, store, folder, settings)
         stack.enter_context(Reaper(client, settings.delivery))
+        pipeline = _Pipeline(settings, store, client, folder)
         try:
-            return _Pipeline(settings, store, client, folder).run()
+            return pipeline.run()
         except UserError:
-            if is_new:
-                litter.append(folder)
+            if is_new and not pipeline.is_prepared:
+                litter.append(folder)  # no run came of it
             raise
 
 
@@ -111,28 +114,37 @@ def _take(stack: contextlib.ExitStack, store: ObjectStore, folder: Path, setting
         os.environ[state.REDIS_VARIABLE] = url
         client = connect(url)
         stack.callback(client.close)
-        stack.enter_context(_lock(client, store, settings))
+        stack.enter_context(_lock(client, store, settings, _joining(url)))
+        stack.enter_context(OwnerMark(store))
         return client
     left_running = EmbeddedServer.find(folder / "redis")
     if left_running is None:
         stack.enter_context(OwnerMark(store))  # nobody on this host has the location; on another one somebody may
     server = left_running or EmbeddedServer.start(folder / "redis")
+    if left_running is None:
+        stack.callback(server.stop)
     os.environ[state.REDIS_VARIABLE] = server.url
     os.environ[state.PASSWORD_VARIABLE] = server.password
     client = server.connect()
     stack.callback(client.close)
-    lock = _lock(client, store, settings)
-    lock.__enter__()  # refused here, the server is the owner's, and goes on
-    stack.callback(server.stop)
-    stack.push(lock)
+    lock = _lock(client, store, settings, _joining(server.url, f"HIDDENQ_REDIS_PASSWORD_FILE={server.password_file} "))
+    lock.__enter__()  # refused here, a server that was left running is the owner's, and goes on
     if left_running:
+        stack.callback(server.stop)
         stack.enter_context(OwnerMark(store))
+    stack.push(lock)
     return client
 
 
-def _lock(client: redis.Redis, store: ObjectStore, settings: RunSettings) -> LocationLock:
-    joining = f"HIDDENQ_REDIS_URL={os.environ[state.REDIS_VARIABLE]} hiddenq worker"
+def _lock(client: redis.Redis, store: ObjectStore, settings: RunSettings, joining: str) -> LocationLock:
     return LocationLock(client, store.uri, settings=settings.delivery, command=joining)
+
+
+def _joining(url: str, password: str = "") -> str:
+    """How another process joins a run; never with a password in it."""
+    parts = urlsplit(url)
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return f"HIDDENQ_REDIS_URL={shown} {password}hiddenq worker (and hiddenq upload)"
 
 
 def _remove(folders: list[Path]) -> None:
@@ -173,6 +185,8 @@ class _Pipeline:
         self._spool = settings.spool or folder / "spool"
         self._logs = folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
+        self.is_prepared = False
+        """Whether the run exists: from then on nothing of it may be thrown away."""
 
     def run(self) -> int:
         with _interruptible():
@@ -188,6 +202,7 @@ class _Pipeline:
         began = time.monotonic()
         with ProducerProcess(settings.producer, settings.out, settings.store, settings.delivery) as producer:
             record = producer.wait_for_record()
+            self.is_prepared = True
             if settings.target_head:
                 from gpu_worker.target_head import write_target_head  # torch, which this process has no other use for
 
@@ -205,7 +220,7 @@ class _Pipeline:
         seconds["finish"] = time.monotonic() - began
         print_summary(self._client, record, manifest, seconds, before)
         if reason:
-            raise RetryableError(f"{record.run}: {reason}; the same command goes on from here")
+            raise reason
         return 0 if manifest.complete else 1
 
     def _tidy_spool(self, complete: bool) -> None:
@@ -216,10 +231,11 @@ class _Pipeline:
             for entry in spool.files():  # published by a process that died before it could say so
                 spool.delete(entry.file_name)
 
-    def _extract(self, record: RunRecord, producer: ProducerProcess, progress: RunProgress) -> str | None:
+    def _extract(self, record: RunRecord, producer: ProducerProcess, progress: RunProgress) -> HiddenqError | None:
         """Run workers and uploaders to the end; returns why the run can't end, or None if it did."""
         supervisor = Supervisor([*self._workers(record), *self._uploaders()])
         stuck_since: float | None = None
+        committed = progress.committed
         try:
             supervisor.start()
             while True:
@@ -229,9 +245,12 @@ class _Pipeline:
                 progress.refresh()
                 if progress.is_ended:
                     return None
-                if producer.is_enqueuing or not (reason := self._stuck(record, supervisor)):
+                moved, committed = progress.committed != committed, progress.committed
+                if moved or producer.is_enqueuing or not (reason := self._stuck(record, supervisor)):
                     stuck_since = None
                     continue
+                if supervisor.withdrawn and supervisor.only_misconfigured:
+                    return UsageError(f"{record.run}: {reason}")
                 stuck_since = stuck_since or time.monotonic()
                 if time.monotonic() - stuck_since < STUCK_SECONDS:
                     continue
@@ -239,7 +258,7 @@ class _Pipeline:
                     producer.start_again()  # plan against store, once more: nothing may be missing from the queue
                     stuck_since = None
                     continue
-                return reason
+                return RetryableError(f"{record.run}: {reason}; the same command goes on from here")
         finally:
             try:
                 supervisor.stop(GRACE_SECONDS)
@@ -250,11 +269,18 @@ class _Pipeline:
     def _stuck(self, record: RunRecord, supervisor: Supervisor) -> str | None:
         """Why nothing alive could finish the run, or None while something can."""
         try:
-            reason = stuck_reason(fleet(self._client), record.run)
-        except redis.RedisError as error:
+            snapshot = fleet(self._client)
+            if run_state(self._client, record.run) == "cancelled":
+                return "it was cancelled"
+        except (RedisAway, redis.RedisError) as error:
             logger().debug("redis_away", error=str(error))
             return None
-        if reason is None or not supervisor.withdrawn:
+        reason = stuck_reason(snapshot, record.run)
+        if reason is None:
+            queues = [queue for queue in snapshot.queues if queue.spool_id or queue.run == record.run]
+            held = any(queue.num_waiting or queue.num_started or queue.num_delayed for queue in queues)
+            return None if held else "no queue holds what is left of it"
+        if not supervisor.withdrawn:
             return reason
         return "; ".join(f"{name} was given up: {why}" for name, why in supervisor.withdrawn.items())
 
@@ -278,5 +304,6 @@ class _Pipeline:
         return ProcessSpec(
             name=name,
             command=hiddenq_command(*arguments, "--spool", str(self._spool), *self._settings.host_arguments),
+            environment={"HIDDENQ_ANY_RUN": "0"},  # these serve this run, whatever the shell says
             log_file=self._logs / f"{name}.log",
         )

@@ -60,9 +60,14 @@ def redis_of(store: ObjectStore, redis_url: str | None) -> Iterator[redis.Redis]
         )
     running = EmbeddedServer.find(data_folder)
     server = running or EmbeddedServer.start(data_folder)
+    is_owned = False
     try:
         with contextlib.closing(server.connect()) as client:
-            yield client
+            try:
+                yield client
+            finally:
+                # A `run` that came meanwhile has taken this server over.
+                is_owned = bool(client.exists(f"hiddenq:owner:{store.uri}"))
     finally:
-        if running is None:
+        if running is None and not is_owned:
             server.stop()

@@ -97,7 +97,7 @@ def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int
         MissingShard: a committed shard is not there, or not of its size.
     """
     sizes = {entry.key: entry.num_bytes for entry in entries.values()}
-    num_removed = 0
+    losers: list[tuple[str, str]] = []
     for info in store.list(names.STATES_PREFIX):
         parsed = names.parse_shard_name(info.key)
         if info.key in sizes:
@@ -105,15 +105,16 @@ def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int
                 raise MissingShard(f"{info.key}: committed with {sizes[info.key]} bytes, found {info.num_bytes}")
             del sizes[info.key]
         elif parsed and parsed[0] in entries:
-            store.delete(info.key)
-            telemetry.logger().info("twin_removed", key=info.key, committed=entries[parsed[0]].execution)
-            num_removed += 1
+            losers.append((info.key, entries[parsed[0]].execution))
     if sizes:
         raise MissingShard(
             f"{store.uri}: {len(sizes)} committed shards are gone from the store, first {min(sizes)}; "
             "`hiddenq verify` lists them"
         )
-    return num_removed
+    for key, committed in losers:  # only now that each winner was seen
+        store.delete(key)
+        telemetry.logger().info("twin_removed", key=key, committed=committed)
+    return len(losers)
 
 
 def _manifest(

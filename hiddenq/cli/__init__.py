@@ -80,6 +80,9 @@ def exit_status(arguments: list[str]) -> int:
         option = str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
         _say(f"--{option}: {first['msg'].removeprefix('Value error, ')}")
         return UserError.exit_status
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        _say(f"{error.filename}: {error.strerror}; give this user a path it can write to")
+        return UserError.exit_status
     except HiddenqError as error:
         _say(str(error))
         return error.exit_status

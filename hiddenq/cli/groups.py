@@ -145,7 +145,7 @@ class HostOptions:
     spool_bytes: Annotated[
         int | None, _option(_HOST, text="High mark of the spool: workers pause above so many bytes.")
     ] = None
-    uploaders: Annotated[int, _option(_HOST, text="Uploader processes.", metavar="N")] = 2
+    uploaders: Annotated[int, typer.Option(min=1, help="Uploader processes.", metavar="N", rich_help_panel=_HOST)] = 2
     metrics_port: Annotated[
         int,
         _option(
@@ -157,7 +157,7 @@ class HostOptions:
     def arguments(self) -> tuple[str, ...]:
         """What workers and uploaders are told alike, as arguments."""
         given = ["--metrics-port", str(self.metrics_port), "--metrics-bind", self.metrics_bind]
-        given += ["--spool-bytes", str(self.spool_bytes)] if self.spool_bytes else []
+        given += ["--spool-bytes", str(self.spool_bytes)] if self.spool_bytes is not None else []
         return tuple(given)
 
 
@@ -189,7 +189,7 @@ class ComputeOptions:
         ]
         given += ["--require-fast-kernels"] * self.require_fast_kernels
         given += ["--dequantize"] * self.dequantize + ["--fsync"] * self.fsync
-        given += ["--cpu-threads", str(self.cpu_threads)] if self.cpu_threads else []
+        given += ["--cpu-threads", str(self.cpu_threads)] if self.cpu_threads is not None else []
         return tuple(given)
 
 

@@ -63,7 +63,9 @@ def run(
         out = out.rstrip("/") + "-test"
     producer_settings = inputs.settings(more_data or [], run_name=location_name(out))
     if test:
-        producer_settings = producer_settings.model_copy(update={"limit": TEST_SAMPLES})
+        producer_settings = producer_settings.model_copy(
+            update={"limit": min(inputs.limit or TEST_SAMPLES, TEST_SAMPLES)}
+        )
     return local.run(
         local.RunSettings(
             producer=producer_settings,

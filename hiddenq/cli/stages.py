@@ -70,8 +70,9 @@ def produce(
         contextlib.closing(connect(queue.redis_url)) as client,
         LocationLock(client, location.uri, settings=delivery, command="hiddenq worker"),
         Reaper(client, delivery),
+        TerminalProgress() as progress,
     ):
-        report = produce_run(settings, location, store.settings, client, delivery=delivery, progress=TerminalProgress())
+        report = produce_run(settings, location, store.settings, client, delivery=delivery, progress=progress)
     logger().info("enqueued", **asdict(report))
     return 0
 

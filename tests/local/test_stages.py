@@ -60,14 +60,14 @@ def test_a_service_without_a_redis_address_says_which_setting_is_missing(hiddenq
         assert len(ended.err.strip().splitlines()) == 1
 
 
-def test_a_run_that_nobody_can_go_on_with_ends_with_the_reason(
+def test_a_run_whose_workers_are_told_nonsense_ends_with_the_reason_and_keeps_what_it_has(
     hiddenq: Command, models: dict[str, Path], tmp_path: Path
 ) -> None:
     data = write_rows(tmp_path / "chats.jsonl", chats(3))
     out = tmp_path / "out"
     arguments = ("run", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1", *ALONE)
     ended = hiddenq(*arguments, "--attention", "flash_attention_2")
-    assert ended.status == 1, f"{ended}\n{lines_of(sorted((out / '.hiddenq' / 'logs').glob('*.log')))}"
+    assert ended.status == 2, f"{ended}\n{lines_of(sorted((out / '.hiddenq' / 'logs').glob('*.log')))}"
     assert "worker-cpu was given up" in ended.err
     assert "FlashAttention2" in ended.err, "the worker's own last words"
     assert json.loads((out / "manifest.json").read_text())["complete"] is False
