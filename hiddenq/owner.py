@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError, ObjectMissing, RunMismatch
+from hiddenq.delivery.location import owner_is_gone
 from hiddenq.storage import ObjectStore
 from hiddenq.telemetry import host_name, logger
 
@@ -48,7 +49,7 @@ class OwnerMark:
             RunMismatch: another host's `run` has it.
         """
         found = self._read()
-        if found and not _is_gone(found):
+        if found and not owner_is_gone(found):
             logger().warning("location_has_an_owner", owner=found, next="watching whether it is alive")
             self._closing.wait(self._watch_seconds)
             if (now := self._read()) and now != found:
@@ -93,16 +94,3 @@ class OwnerMark:
             f"{self._store.uri} is being run by process {owner['pid']} on {owner['host']}, which has a Redis of its "
             "own; start that run with --redis-url to let other machines join it"
         )
-
-
-def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether an owner was on this host and its process exists no more."""
-    if owner["host"] != host_name():
-        return False
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, ValueError, TypeError):
-        return True
-    except PermissionError:
-        return False
-    return False

@@ -16,7 +16,7 @@ from pathlib import Path
 import redis
 
 from hiddenq.contracts.errors import UsageError
-from hiddenq.delivery import EmbeddedServer, connect
+from hiddenq.delivery import EmbeddedServer, LocationLock, connect
 from hiddenq.storage import ObjectStore
 
 LOCAL_FOLDER = ".hiddenq"
@@ -67,7 +67,7 @@ def redis_of(store: ObjectStore, redis_url: str | None) -> Iterator[redis.Redis]
                 yield client
             finally:
                 # A `run` that came meanwhile has taken this server over.
-                is_owned = bool(client.exists(f"hiddenq:owner:{store.uri}"))
+                is_owned = LocationLock.is_held(client, store.uri)
     finally:
         if running is None and not is_owned:
             server.stop()

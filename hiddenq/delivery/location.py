@@ -37,7 +37,7 @@ class LocationLock:
 
     def __init__(self, client: redis.Redis, location: str, *, settings: DeliverySettings, command: str) -> None:
         self._client = client
-        self._key = f"hiddenq:owner:{location}"
+        self._key = _key(location)
         self._location = location
         self._command = command
         self._milliseconds = int(settings.lease_seconds * 1000)
@@ -46,6 +46,12 @@ class LocationLock:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="location", daemon=True)
         self._renew = client.register_script(_RENEW)
+
+    @staticmethod
+    def is_held(client: redis.Redis, location: str) -> bool:
+        """Whether anyone holds a location now."""
+        with away_errors():
+            return bool(client.exists(_key(location)))
 
     def __enter__(self) -> Self:
         Patience()(self._acquire)
@@ -70,7 +76,7 @@ class LocationLock:
             RunMismatch: someone else has it.
         """
         found = self._client.get(self._key)
-        if found and _is_gone(json.loads(raw(found))):
+        if found and owner_is_gone(json.loads(raw(found))):
             self._client.delete(self._key)
         if self._client.set(self._key, self._value, nx=True, px=self._milliseconds):
             return
@@ -91,13 +97,17 @@ class LocationLock:
                 telemetry.logger().debug("location_waits", error=str(error))
 
 
-def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether an owner was on this host and its process exists no more."""
+def _key(location: str) -> str:
+    return f"hiddenq:owner:{location}"
+
+
+def owner_is_gone(owner: dict[str, Any]) -> bool:
+    """Whether an owner (`host`, `pid`) was on this host and its process exists no more."""
     if owner.get("host") != telemetry.host_name():
         return False
     try:
         os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, ValueError, TypeError):
         return True
     except PermissionError:
         return False

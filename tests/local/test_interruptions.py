@@ -12,7 +12,8 @@ import pytest
 
 from tests.local.conftest import ALONE, chats, write_rows
 from tests.local.test_run import assert_complete
-from tests.support.command import Command, processes_with, wait_until
+from tests.support.command import Command, processes_with
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,7 @@ def test_everything_killed_at_once_and_the_same_command_completes_it(
     communicate(process)
     done = num_shards(out)
     assert done < NUM_SAMPLES
-    wait_until(lambda: not processes_with(str(out)), what="the end of its children")
+    wait_until(lambda: not processes_with(str(out)), seconds=60, what="the end of its children")
     ended = hiddenq(*arguments, seconds=180)
     assert_complete(ended, out, NUM_SAMPLES)
 

@@ -11,8 +11,9 @@ import pytest
 import hiddenq
 from tests.local.conftest import ALONE, chats, write_rows
 from tests.local.test_run import lines_of
-from tests.support.command import Command, make_command, wait_until
+from tests.support.command import Command, make_command
 from tests.support.redis_server import RedisServer, redis_server, shared_redis_server  # noqa: F401  fixtures
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -32,8 +32,8 @@ from hiddenq.monitor.watcher import Watcher
 from hiddenq.telemetry import host_name
 from tests.monitor.made_fleet import SPOOL, MadeWorker, made_fleet, made_record, start_run
 from tests.monitor.ports import free_port
-from tests.support.command import wait_until
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
 
 class Monitor:

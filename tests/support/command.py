@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +68,6 @@ def make_command(home: Path, **extra: str) -> Command:
         }
         | extra
     )
-
-
-def wait_until(happened: Callable[[], object], *, seconds: float = 60.0, what: str = "it") -> None:
-    """Poll until something has happened."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
-        time.sleep(0.02)
 
 
 def processes_with(text: str) -> list[int]:
