@@ -1,6 +1,7 @@
 """How fast hiddenq extracts, end to end, beside the same work done without it: one command, one table.
 
     python benchmarks/extraction.py --shape qwen3-8b --work /dev/shm/hiddenq --device cuda:0
+    python benchmarks/extraction.py --shape qwen3-8b --work /dev/shm/hiddenq --gpus 2     # one GPU, then two
     python benchmarks/extraction.py --tiny --device cpu          # seconds; checks that it runs and that parity holds
 
 End to end means: batches enqueued in a real Redis, one worker process, shards in the spool, uploader processes, every
@@ -41,8 +42,11 @@ def main() -> int:
     result["workload"] = run_child(options, "workload")
     result["end_to_end"] = end_to_end(options, work)
     result["engine"] = json.loads((work / "engine.json").read_text())
+    options.skip_engine = True
+    if options.gpus > 1:
+        devices = [f"cuda:{index}" for index in range(options.gpus)]
+        result["all_gpus"] = end_to_end(options, work, devices)
     if options.disk:
-        options.skip_engine = True
         result["disk"] = {"folder": options.disk, **run_child(options, "host", "--folder", options.disk)}
         result["disk"]["end_to_end"] = end_to_end(options, Path(options.disk))
     (work / "result.json").write_text(json.dumps(result, indent=1))
@@ -56,6 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-8b", help="qwen3-8b, qwen3.6-27b, qwen3.6-16-layers")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few samples")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--gpus", type=int, default=1, help="end to end once more with so many GPUs, a worker each")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument(
         "--work", default="/dev/shm/hiddenq-benchmark", help="model, spool and store: RAM-backed for 8B"
@@ -184,8 +189,9 @@ def plan(options: argparse.Namespace, workload: Any, location: Path) -> Any:
 # End to end
 
 
-def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Redis, worker and uploaders as real processes; from the first batch enqueued to the last one committed."""
+def end_to_end(options: argparse.Namespace, folder: Path, devices: list[str] | None = None) -> dict[str, Any]:
+    """Redis, workers and uploaders as real processes; from the first batch enqueued to the last one committed."""
+    devices = devices or [options.device]
     from hiddenq.delivery import (
         DeliverySettings,
         EmbeddedServer,
@@ -196,7 +202,7 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         save_run,
         self_checks,
     )
-    from hiddenq.storage import StoreSettings, open_store
+    from hiddenq.storage import Spool, StoreSettings, open_store
     from hiddenq.storage.runfiles import load_batches, load_run_json
 
     shutil.rmtree(folder / "out", ignore_errors=True)
@@ -225,21 +231,32 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         save_run(client, record)
         with log_path.open("wb") as log:
             more = ["--skip-engine"] * options.skip_engine
-            processes.append(start("worker", folder, log, environment, *more))
+            for device in devices:
+                processes.append(start("worker", folder, log, environment, *more, "--device", device))
             for index in range(options.uploaders):
                 processes.append(start("uploader", folder, log, environment, "--index", str(index)))
-        wait_until(lambda: any(w.report.state == "idle" for w in workers(fleet(client))), processes, log_path)
+        wait_until(lambda: num_idle(fleet(client)) == len(devices), processes, log_path)
+        spool = Spool.open(folder / "spool")
+        extracted_at: float | None = None
+        cpu_before = list(map(cpu_seconds, processes))
         begun = time.monotonic()
         enqueue(client, record, (batch.job(config.run) for batch in batches))
         ledger = Ledger(client, config.run)
         prune = Pruner(folder / "out", options.keep_gb * 1e9)
 
         def is_over() -> bool:
+            nonlocal extracted_at
             prune.look(ledger)
-            return ledger.totals().num_batches == len(batches)
+            num_committed = ledger.totals().num_batches
+            if extracted_at is None and num_committed + len(spool.files()) >= len(batches):
+                extracted_at = time.monotonic()
+            return num_committed == len(batches)
 
         wait_until(is_over, processes, log_path, every_seconds=0.05)
         seconds = time.monotonic() - begun
+        cores = [(cpu_seconds(p) - before) / seconds for p, before in zip(processes, cpu_before, strict=True)]
+        wait_until(lambda: not spool.files(), processes, log_path, every_seconds=0.05)
+        emptied_at = time.monotonic()
         checks = self_checks(client, config.run)
         totals = ledger.totals()
     finally:
@@ -248,8 +265,9 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for process in processes:
             process.wait(timeout=120)
         server.stop()
-    events = {event["event"]: event for event in read_events(log_path)}
-    device_time = events.get("device_time", {})
+    events = read_events(log_path)
+    device_times = [event for event in events if event["event"] == "device_time"]
+    ready = next(event for event in events if event["event"] == "ready")
     shutil.rmtree(folder / "out")
     shutil.rmtree(folder / "spool", ignore_errors=True)
     return {
@@ -260,9 +278,15 @@ def end_to_end(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "num_bytes": totals.num_bytes,
         "tokens_per_second": totals.num_tokens / seconds,
         "gb_per_second": totals.num_bytes / seconds / 1e9,
-        "device_tokens_per_second": totals.num_tokens / device_time["span_seconds"] if device_time else None,
-        "busy_ratio": device_time.get("busy_ratio"),
-        "start": {name: value for name, value in events["ready"].items() if name.endswith("_seconds")},
+        "device_tokens_per_second": totals.num_tokens / max(used["span_seconds"] for used in device_times)
+        if device_times
+        else None,
+        "busy_ratio": min((used["busy_ratio"] for used in device_times), default=None),
+        "num_gpus": len(devices),
+        "worker_cores_per_gpu": sum(cores[: len(devices)]) / len(devices),
+        "uploader_cores_per_gpu": sum(cores[len(devices) :]) / len(devices),
+        "spool_empty_after_seconds": emptied_at - (extracted_at or emptied_at),
+        "start": {name: value for name, value in ready.items() if name.endswith("_seconds")},
         "self_check": max((check.max_relative_difference for check in checks), default=None),
         "num_self_checks": len(checks),
         "num_pruned": prune.num_pruned,
@@ -301,9 +325,15 @@ def start(part: str, folder: Path, log: Any, environment: dict[str, str], *more:
     return subprocess.Popen(command(part, "--folder", str(folder), *more), stdout=log, stderr=log, env=environment)
 
 
-def workers(snapshot: Any) -> list[Any]:
-    """The GPU workers of the fleet."""
-    return [worker for worker in snapshot.workers if worker.report.role == "gpu_worker"]
+def num_idle(snapshot: Any) -> int:
+    """GPU workers of the fleet that are ready and wait for work."""
+    return sum(worker.report.role == "gpu_worker" and worker.report.state == "idle" for worker in snapshot.workers)
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Processor time that a running process has used."""
+    ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until(condition: Any, processes: list[Any], log_path: Path, *, every_seconds: float = 0.2) -> None:
@@ -357,7 +387,13 @@ def print_table(result: dict[str, Any]) -> None:
     row("engine alone, nothing written", engine["tokens_per_second"], f"padding {engine['padding']:.3f}")
     if whole["device_tokens_per_second"]:
         row("worker, first to last batch", whole["device_tokens_per_second"], f"GPU busy {whole['busy_ratio']:.4f}")
-    row("end to end, committed", whole["tokens_per_second"], f"{whole['gb_per_second']:.2f} GB/s")
+    row("end to end, committed", whole["tokens_per_second"], f"{whole['gb_per_second']:.2f} GB/s, {host_use(whole)}")
+    if "all_gpus" in result:
+        several = result["all_gpus"]
+        scaling = several["tokens_per_second"] / whole["tokens_per_second"]
+        busy = f"GPUs busy {several['busy_ratio']:.4f} or more"
+        more = f"{scaling:.3f} x one GPU, {several['gb_per_second']:.2f} GB/s, {busy}, {host_use(several)}"
+        row(f"end to end, {several['num_gpus']} GPUs", several["tokens_per_second"], more)
     if "disk" in result:
         disk = result["disk"]["end_to_end"]
         buffered, synced = (result["disk"][f"{how}_gb_per_second"] for how in ("buffered", "fsync"))
@@ -366,6 +402,15 @@ def print_table(result: dict[str, Any]) -> None:
     print("start:", whole["start"])
     print("parity:", engine["parity"], "gather as on the CPU:", engine["gather_equal"], "compiled:", engine["compiled"])
     print("self-checks:", whole["num_self_checks"], "largest difference", whole["self_check"])
+
+
+def host_use(whole: dict[str, Any]) -> str:
+    """What a run took of its host, in words."""
+    workers, uploaders = whole["worker_cores_per_gpu"], whole["uploader_cores_per_gpu"]
+    return (
+        f"cores a GPU: worker {workers:.2f}, uploaders {uploaders:.2f}; "
+        f"spool empty {whole['spool_empty_after_seconds']:.1f} s after the last batch"
+    )
 
 
 def check(result: dict[str, Any], options: argparse.Namespace) -> int:
