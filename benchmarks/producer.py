@@ -1,12 +1,14 @@
 """How fast the producer tokenises, how well it packs, and how much memory it takes.
 
-    python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N] [--memory-rows 1000000]
+    python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N]
+    python -m benchmarks.producer --model FOLDER --rows 0 --memory-rows 1000000 [--memory-kind text | ids]
 
 Rows are conversations of one to four exchanges cut from the Python documentation, with lengths spread log-normally.
 The baseline is `tokenizers`' own `encode_batch` over the very same rendered strings on the same cores; the two take
 turns, because a machine's speed drifts, and `cpu_ratio` compares CPU time instead. The start of the processes is left
 out: it takes seconds, a run takes hours.
-`--memory-rows` also takes so many rows of token ids through the whole producer, and says its peak memory.
+`--memory-rows` takes so many rows, conversations or token ids, through the whole producer, and says the peak memory of
+the process and of those that it starts.
 Needs a model folder with a config and a chat tokenizer; of the weights, any file will do.
 """
 
@@ -39,15 +41,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--memory-rows", type=int, default=0)
+    parser.add_argument("--memory-kind", choices=("text", "ids"), default="text")
     arguments = parser.parse_args()
     block_torch()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "rows.jsonl")
-        write_rows(data, arguments.rows)
-        results = measure(arguments.model, data, arguments.rounds, arguments.processes) | padding()
+        results: dict[str, Any] = {}
+        if arguments.rows:
+            write_rows(data, arguments.rows)
+            results = measure(arguments.model, data, arguments.rounds, arguments.processes) | padding()
         if arguments.memory_rows:
-            results |= memory(arguments.model, Path(folder), arguments.memory_rows)
+            write = write_rows if arguments.memory_kind == "text" else write_ids
+            write(data, arguments.memory_rows)
+            results |= memory(arguments.model, data, arguments.processes)
+            results |= {"memory_rows": arguments.memory_rows, "memory_kind": arguments.memory_kind}
     print(json.dumps(results, indent=2))
 
 
@@ -122,8 +130,8 @@ def bare_rate(chat: Any, texts: list[str]) -> float:
 
 def cpu_ratio(job: Any, chat: Any, texts: list[str]) -> float:
     """CPU seconds of `encode_batch` over those of one producer process, on the first rows: blind to other load."""
-    from producer.blocks import read_blocks
     from producer.encoder import Encoder
+    from producer.formats import read_blocks
 
     encoder = Encoder(job.encoder_settings)
     blocks = list(read_blocks([file.path for file in job.files], min(len(texts), 2000)))
@@ -137,29 +145,48 @@ def cpu_ratio(job: Any, chat: Any, texts: list[str]) -> float:
     return (time.process_time() - begin) / num_tokens / ours
 
 
-def memory(model: str, folder: Path, num_rows: int) -> dict[str, Any]:
-    """Peak memory of a producer, in a process of its own, over rows of 100 token ids."""
-    data = folder / "ids.jsonl"
-    with data.open("w") as lines:
+def write_ids(path: Path, num_rows: int) -> None:
+    """Rows of 1 to 199 token ids."""
+    with path.open("w") as lines:
         for number in range(num_rows):
             lines.write(json.dumps({"input_ids": [number % 97] * (number % 199 + 1)}) + "\n")
+
+
+def memory(model: str, data: Path, num_processes: int) -> dict[str, Any]:
+    """Peak memory of a producer, in a process of its own."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=prepare_and_tell, args=(theirs, model, data, folder))
+    arguments = (theirs, model, data, num_processes)
+    process = multiprocessing.get_context("spawn").Process(target=prepare_and_tell, args=arguments)
     process.start()
-    peak, seconds = ours.recv()
+    results: dict[str, Any] = ours.recv()
     process.join()
-    return {"memory_rows": num_rows, "memory_peak_bytes": peak, "memory_seconds": round(seconds, 1)}
+    return results
 
 
-def prepare_and_tell(pipe: Any, model: str, data: Path, folder: Path) -> None:
-    """Run a producer; send its peak memory and how long it took."""
+def prepare_and_tell(pipe: Any, model: str, data: Path, num_processes: int) -> None:
+    """Run a producer; send its peak memory, that of its processes, and how long it took."""
     from hiddenq.storage import open_store
     from producer import ProducerSettings, prepare
 
     block_torch()
+    peaks: dict[int, int] = {}
+
+    def look(stage: str, done: int, total: int) -> None:
+        if stage == "tokenising":
+            peaks.update({child.pid: peak_bytes(child.pid) for child in multiprocessing.active_children() if child.pid})
+
     begin = time.perf_counter()
-    prepare(ProducerSettings(model=model, data=(str(data),), processes=1), open_store(folder / "out"))
-    pipe.send((peak_bytes(os.getpid()), time.perf_counter() - begin))
+    settings = ProducerSettings(model=model, data=(str(data),), processes=num_processes)
+    prepared = prepare(settings, open_store(data.parent / "out"), look)
+    pipe.send(
+        {
+            "memory_file_bytes": data.stat().st_size,
+            "memory_tokens": prepared.config.num_tokens,
+            "memory_peak_bytes": peak_bytes(os.getpid()),
+            "memory_process_peak_bytes": list(peaks.values()),
+            "memory_seconds": round(time.perf_counter() - begin, 1),
+        }
+    )
 
 
 def peak_bytes(pid: int | None) -> int:
@@ -170,7 +197,8 @@ def peak_bytes(pid: int | None) -> int:
 
 def padding() -> dict[str, float]:
     """Padded over real tokens for log-normal lengths: median 365, sigma 0.9, 16 to 4096, 32,768 tokens a batch."""
-    from producer.batching import BatchLimits, RotaryLimits, cut_batches, iterate_lengths, make_keys, order_keys
+    from producer.batching import BatchLimits, RotaryLimits, cut_batches
+    from producer.order import SampleOrder, iterate_lengths
 
     rotary = RotaryLimits()
     limits = BatchLimits(token_budget=32768, max_shard_bytes=1 << 40, bytes_per_token=1, rotary=rotary)
@@ -179,10 +207,11 @@ def padding() -> dict[str, float]:
         for seed in (None, 1):
             chance = np.random.default_rng(0)
             lengths = np.clip(chance.lognormal(np.log(365), 0.9, num_samples), 16, 4096).astype(np.int64)
-            keys = make_keys(lengths, 0)
-            order_keys(keys, seed, rotary)
+            order = SampleOrder(lambda: Path("/nowhere"))
+            order.append_lengths(lengths)
+            chunks = order.chunks(seed, rotary)
             padded = sum(
-                batch.num_samples * batch.padded_length for batch in cut_batches(iterate_lengths(keys), limits)
+                batch.num_samples * batch.padded_length for batch in cut_batches(iterate_lengths(chunks), limits)
             )
             name = f"padding_ratio_{num_samples}" + ("" if seed is None else "_shuffled")
             ratios[name] = round(padded / int(lengths.sum()), 5)

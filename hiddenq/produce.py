@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
@@ -23,9 +24,11 @@ import redis
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, retry_dead, save_run
+from hiddenq.interruption import SIGNALS, uninterrupted
 from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage.runfiles import iterate_batches
 from hiddenq.supervisor import die_with_parent
 from hiddenq.telemetry import configure_logging, logger
 from producer import prepare
@@ -46,11 +49,13 @@ def produce(
     progress: Progress,
     prepared: Callable[[RunRecord], None] = lambda record: None,
     retry_failed: bool = True,
+    settle_seconds: float = 0.0,
     stop: threading.Event | None = None,
 ) -> EnqueueReport:
     """Prepare the run if it is not there yet, then enqueue what is not done; `prepared` hears of the run in between.
 
-    `retry_failed` gives dead letters all their attempts again.
+    `retry_failed` gives dead letters all their attempts again. `settle_seconds`: how long to wait before the first
+    batch, so that uploaders of a Redis that lost its data first register what waits in their spools.
 
     Raises:
         UserError: model, dataset, location or settings are not as they must be.
@@ -69,7 +74,8 @@ def produce(
     if retry_failed and (num_retried := retry_dead(client, record.run)):
         logger().warning("dead_letters_retried", run=record.run, num_batches=num_retried)
     prepared(record)
-    jobs = (batch.job(record.run) for batch in plan.batches)
+    (stop or threading.Event()).wait(settle_seconds)
+    jobs = (batch.job(record.run) for batch in iterate_batches(store))
     return enqueue(client, record, jobs, stop=stop)
 
 
@@ -118,13 +124,15 @@ class ProducerProcess:
         self._process.join()
         self._pipe.close()
 
-    def start_again(self) -> None:
-        """Start the process (once more)."""
+    def start_again(self, *, settle_seconds: float = 0.0) -> None:
+        """Start the process (once more); `settle_seconds` as for `produce`."""
         self._pipe, theirs = self._context.Pipe(duplex=False)
         # A batch that died in this very run is not tried again by it.
-        arguments = (theirs, os.getpid(), self.num_starts == 0, *self._arguments)
+        arguments = (theirs, os.getpid(), self.num_starts == 0, settle_seconds, *self._arguments)
         self._process = self._context.Process(target=_produce_in_child, args=arguments, name="producer")
-        self._process.start()
+        resource_tracker.ensure_running()  # multiprocessing's own, which would lift the block
+        with uninterrupted():  # Ctrl-C is the parent's to handle, from the child's first moment on
+            self._process.start()
         theirs.close()
         self.num_starts += 1
         self.is_enqueuing = True
@@ -176,6 +184,7 @@ def _produce_in_child(
     pipe: Connection,
     parent: int,
     retry_failed: bool,
+    settle_seconds: float,
     settings: ProducerSettings,
     out: str,
     store_settings: StoreSettings,
@@ -183,7 +192,9 @@ def _produce_in_child(
 ) -> None:
     die_with_parent(parent)
     block_torch()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     configure_logging(default_level="WARNING", stage="producer")
     try:
         with contextlib.closing(connect()) as client, TerminalProgress() as progress:
@@ -196,6 +207,7 @@ def _produce_in_child(
                 progress=progress,
                 prepared=pipe.send,
                 retry_failed=retry_failed,
+                settle_seconds=settle_seconds,
             )
         pipe.send(report)
     except HiddenqError as error:

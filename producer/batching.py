@@ -1,11 +1,8 @@
-"""The plan: the order of samples, and where it is cut into batches.
+"""Where an order of samples is cut into batches.
 
 Invariant: batches partition the samples, none of them empty; each but a lone sample's keeps to the budget of padded
 tokens and to the shard size; and no batch mixes samples whose rotary scaling would depend on each other. All of it is
 a pure function of the lengths.
-
-A sample is a key, uint64: the complement of its length above its place in the spill, so ascending keys are the
-longest first and, among equals, in the order of the rows. A key is all that memory holds of a sample.
 """
 
 from __future__ import annotations
@@ -14,54 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import rope_parameters
 
-Keys = npt.NDArray[np.uint64]
-Lengths = npt.NDArray[np.int64]
-
 MAX_LENGTH = (1 << 24) - 1
-"""The longest sample that a key can say."""
-_PLACE_BITS = 40
-_BAND = 1 / 64
-"""Relative width of a band of similar lengths, in which a shuffle may move samples: it costs half of it in padding."""
+"""The longest sample that the order of samples can hold."""
 _HEADER_BYTES_PER_SAMPLE = 640
 _HEADER_BYTES = 16 << 10
-_CHUNK = 1 << 16
-
-
-def make_keys(lengths: Lengths, first_place: int) -> Keys:
-    """Keys of successive samples."""
-    places = np.arange(first_place, first_place + len(lengths), dtype=np.uint64)
-    return (MAX_LENGTH - lengths.astype(np.uint64)) << np.uint64(_PLACE_BITS) | places
-
-
-def key_lengths(keys: Keys) -> Lengths:
-    """Lengths, in tokens."""
-    return (MAX_LENGTH - (keys >> np.uint64(_PLACE_BITS))).astype(np.int64)
-
-
-def key_places(keys: Keys) -> npt.NDArray[np.int64]:
-    """Places in the spill, 0-based."""
-    return (keys & np.uint64((1 << _PLACE_BITS) - 1)).astype(np.int64)
-
-
-def order_keys(keys: Keys, shuffle_seed: int | None, rotary: RotaryLimits) -> None:
-    """Sort keys in place, the longest first; with a seed, shuffled within bands of similar length."""
-    keys.sort()
-    if shuffle_seed is None:
-        return
-    begin = 0
-    while begin < len(keys):
-        longest = int(key_lengths(keys[begin : begin + 1])[0])
-        shortest = max(longest - int(longest * _BAND), rotary.shortest_beside(longest))
-        end = int(np.searchsorted(keys, np.uint64((MAX_LENGTH - shortest + 1) << _PLACE_BITS)))
-        band = keys[begin:end]
-        band[:] = band[np.argsort(_scramble(band, shuffle_seed), kind="stable")]
-        begin = end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,17 +116,3 @@ def cut_batches(lengths: Iterable[int], limits: BatchLimits) -> Iterator[Batch]:
         num_samples, num_tokens, padded_length = num_samples + 1, num_tokens + length, longest
     if num_samples:
         yield Batch(num_samples=num_samples, num_tokens=num_tokens, padded_length=padded_length)
-
-
-def iterate_lengths(keys: Keys) -> Iterator[int]:
-    """Lengths one by one, without an array of them all."""
-    for begin in range(0, len(keys), _CHUNK):
-        yield from key_lengths(keys[begin : begin + _CHUNK]).tolist()
-
-
-def _scramble(keys: Keys, seed: int) -> Keys:
-    """A hash of places and seed: the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
-    mixed = (keys & np.uint64((1 << _PLACE_BITS) - 1)) + np.uint64(seed * 0x9E3779B97F4A7C15 % (1 << 64))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

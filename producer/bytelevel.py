@@ -53,28 +53,40 @@ class ByteLengths:
             lengths[token] = len(content.content.encode())
         return cls(lengths, composes=bool(normalizers))
 
-    def mask(
-        self, ids: npt.NDArray[np.int32], text: str, spans: Iterable[Span]
-    ) -> tuple[npt.NDArray[np.uint8], int] | None:
-        """Mask uint8 [S] of the tokens that start inside a span, and how many straddle a span's start.
-
-        None if the ids do not cover the text byte by byte.
-        """
+    def align(self, ids: npt.NDArray[np.int32], text: str) -> ByteAlignment | None:
+        """Where the tokens of a text lie; None if they do not cover it byte by byte."""
         is_ascii = text.isascii()
         if not is_ascii and self._composes and not unicodedata.is_normalized("NFC", text):
             return None
-        lengths = self._lengths[ids]
-        ends = np.cumsum(lengths)
+        ends = np.cumsum(self._lengths[ids])
         if not len(ids) or ends[-1] != (len(text) if is_ascii else len(text.encode())):
             return None
-        starts = ends - lengths
-        mask = np.zeros(len(ids), np.uint8)
+        return ByteAlignment(ends, text, is_ascii=is_ascii)
+
+
+class ByteAlignment:
+    """Where tokens lie in a text that they cover byte by byte."""
+
+    def __init__(self, ends: npt.NDArray[np.int64], text: str, *, is_ascii: bool) -> None:
+        self._ends = ends
+        self._starts = np.concatenate([[0], ends[:-1]])
+        self._text = text
+        self._is_ascii = is_ascii
+
+    def num_chars(self, num_tokens: int) -> int:
+        """Characters that the first so many tokens cover, the last one whole or in part."""
+        num_bytes = int(self._ends[num_tokens - 1])
+        return num_bytes if self._is_ascii else len(self._text.encode()[:num_bytes].decode(errors="replace"))
+
+    def mask(self, spans: Iterable[Span]) -> tuple[npt.NDArray[np.uint8], int]:
+        """Mask uint8 [S] of the tokens that start inside a span, and how many straddle a span's start."""
+        mask = np.zeros(len(self._ends), np.uint8)
         num_straddling = 0
         for span in spans:
-            begin, end = span if is_ascii else (len(text[:edge].encode()) for edge in span)
-            first, last = np.searchsorted(starts, (begin, end))
+            begin, end = span if self._is_ascii else (len(self._text[:edge].encode()) for edge in span)
+            first, last = np.searchsorted(self._starts, (begin, end))
             mask[first:last] = 1
-            num_straddling += bool(first and ends[first - 1] > begin)
+            num_straddling += bool(first and self._ends[first - 1] > begin)
         return mask, num_straddling
 
 

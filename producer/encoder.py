@@ -7,9 +7,8 @@ beside it: rows are rendered and judged one by one, and only strings that are re
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,18 +17,18 @@ import numpy.typing as npt
 
 from hiddenq.contracts.manifest import Rejected
 from producer.blocks import Block, Suspect
-from producer.conversation import Conversation, PlainText, RowRejected, TokenIds, read_row
-from producer.mask import Span, mask_by_prefixes, mask_of_spans
+from producer.conversation import Conversation, PlainText, TokenIds, read_row
+from producer.mask import Span, mask_by_prefixes, mask_of_spans, num_chars_covered
+from producer.policies import SpecialTokens, Surrogates, with_special_tokens, without_surrogates
+from producer.rejects import RowRejected
 from producer.rendering import SPOKEN, render_conversation
+from producer.samples import EncodedBlock, SampleArrays, collect
 from producer.settings import RowSchema
 from producer.tokenizer import ChatTokenizer, TokenizerSource
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _SLACK_TOKENS = 64
 _CHARS_PER_TOKEN = 8
 """First guess at how much of an overlong text holds `max_length` tokens; doubled until it does."""
-
-Policy = Literal["count", "escape", "reject"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +41,17 @@ class EncoderSettings:
     vocab_size: int
     max_length: int
     length_policy: Literal["truncate", "drop"]
-    special_tokens: Policy
-    surrogates: Literal["replace", "reject"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedBlock:
-    """Samples of a block one after the other, and what became of its other rows."""
-
-    num_rows: int
-    sample_ids: npt.NDArray[np.int64]
-    """int64 [N]"""
-    lengths: npt.NDArray[np.int64]
-    """int64 [N], in tokens; they add up to T."""
-    input_ids: npt.NDArray[np.int32]
-    """int32 [T]"""
-    loss_mask: npt.NDArray[np.uint8]
-    """uint8 [T]"""
-    rejected: list[Rejected]
-    """In the order of the rows."""
-    repairs: Counter[str]
-    """By the names of `REPAIRS`: rows or tokens mended or noticed."""
+    special_tokens: SpecialTokens
+    surrogates: Surrogates
 
 
 @dataclass(kw_only=True)
-class _Pending:
+class _Text:
     """A string to be tokenised, and which of its characters are supervised."""
 
     text: str
-    spans: list[Span]
+    spans: Callable[[int], list[Span]]
+    """Supervised stretches that begin before a character, asked for when it is known how far the kept part goes."""
     add_special_tokens: bool = False
 
 
@@ -92,101 +73,64 @@ class Encoder:
 
     def encode(self, block: Block) -> EncodedBlock:
         """All rows of a block."""
-        repairs: Counter[str] = Counter()
         rejected: list[Rejected] = []
-        pending: list[tuple[int, _Pending | TokenIds]] = []
+        pending: list[tuple[int, _Text | TokenIds, Counter[str]]] = []
         for number, value in enumerate(block.decode(), start=block.first_row):
+            repairs: Counter[str] = Counter()
             try:
-                pending.append((number, self._prepare(value, repairs)))
+                pending.append((number, self._prepare(value, repairs), repairs))
             except RowRejected as reject:
                 rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
-        encodings = self._tokenize([item for _, item in pending if isinstance(item, _Pending)])
-        sample_ids, all_ids, all_masks = [], [], []
-        for number, item in pending:
+        encodings = self._tokenize([item for _, item, _ in pending if isinstance(item, _Text)])
+        samples: list[tuple[int, SampleArrays]] = []
+        all_repairs: Counter[str] = Counter()
+        for number, item, repairs in pending:
+            encoding = next(encodings) if isinstance(item, _Text) else None
             try:
-                ids, mask = (
-                    (item.input_ids, item.loss_mask)
-                    if isinstance(item, TokenIds)
-                    else self._align(item, next(encodings), repairs)
-                )
-                ids, mask = self._fit(ids, mask, repairs)
+                samples.append((number, self._sample(item, encoding, repairs)))
             except RowRejected as reject:
                 rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
             else:
-                sample_ids.append(number)
-                all_ids.append(ids)
-                all_masks.append(mask)
-        return EncodedBlock(
-            num_rows=block.num_rows,
-            sample_ids=np.array(sample_ids, np.int64),
-            lengths=np.array([len(ids) for ids in all_ids], np.int64),
-            input_ids=np.concatenate([np.empty(0, np.int32), *all_ids]),
-            loss_mask=np.concatenate([np.empty(0, np.uint8), *all_masks]),
-            rejected=sorted(rejected, key=lambda reject: reject.row),
-            repairs=repairs,
-        )
+                all_repairs.update(repairs)
+        rejected.sort(key=lambda reject: reject.row)
+        return collect(block.num_rows, samples, rejected, all_repairs)
 
-    def _prepare(self, value: Any, repairs: Counter[str]) -> _Pending | TokenIds:
+    def _prepare(self, value: Any, repairs: Counter[str]) -> _Text | TokenIds:
         if isinstance(value, RowRejected):
             raise value
-        mended: Counter[str] = Counter()
         if isinstance(value, Suspect):
-            value = self._without_surrogates(value, mended)
-        row = read_row(value, self._settings.row_schema, mended)
+            value = without_surrogates(value, self._settings.surrogates, repairs)
+        row = read_row(value, self._settings.row_schema, repairs)
         if isinstance(row, TokenIds):
-            result: _Pending | TokenIds = row
-        elif isinstance(row, PlainText):
-            result = self._prepare_text(row, mended)
-        else:
-            result = self._prepare_conversation(row, mended)
-        repairs.update(mended)
-        return result
+            return row
+        return self._plain(row, repairs) if isinstance(row, PlainText) else self._conversation(row, repairs)
 
-    def _prepare_text(self, row: PlainText, repairs: Counter[str]) -> _Pending:
+    def _plain(self, row: PlainText, repairs: Counter[str]) -> _Text:
         context, said = row.text[: row.supervised_from], row.text[row.supervised_from :]
         if context:
-            context = self._special_tokens(context, self._settings.special_tokens, repairs)
-            said = self._special_tokens(said, "count", repairs)
+            context = self._mended(context, self._settings.special_tokens, repairs)
+            said = self._mended(said, "count", repairs)
         else:
-            said = self._special_tokens(said, self._settings.special_tokens, repairs)
+            said = self._mended(said, self._settings.special_tokens, repairs)
         span = (len(context), len(context) + len(said))
-        return _Pending(text=context + said, spans=[span], add_special_tokens=True)
+        return _Text(text=context + said, spans=lambda until: [span], add_special_tokens=True)
 
-    def _prepare_conversation(self, row: Conversation, repairs: Counter[str]) -> _Pending:
-        assert self.chat is not None
+    def _conversation(self, row: Conversation, repairs: Counter[str]) -> _Text:
+        chat = self.chat
+        assert chat is not None
         for message in row.messages:
-            policy: Policy = "count" if message["role"] == "assistant" else self._settings.special_tokens
+            policy: SpecialTokens = "count" if message["role"] == "assistant" else self._settings.special_tokens
             for key in SPOKEN:
                 if key in message:
-                    message[key] = self._special_tokens(message[key], policy, repairs)
-        rendered, spans = render_conversation(self.chat, row, repairs)
-        return _Pending(text=rendered, spans=spans)
+                    message[key] = self._mended(message[key], policy, repairs)
+        rendered = render_conversation(chat, row, repairs)
+        return _Text(text=rendered.text, spans=lambda until: rendered.spans(chat, until, repairs))
 
-    def _without_surrogates(self, suspect: Suspect, repairs: Counter[str]) -> Any:
-        try:
-            replaced = _replace_surrogates(suspect.value)
-        except RecursionError:
-            raise RowRejected("not_json", "nested too deeply") from None
-        if replaced is not suspect.value:
-            if self._settings.surrogates == "reject":
-                raise RowRejected("bad_text", "an unpaired surrogate")
-            repairs["surrogates_replaced"] += 1
-        return replaced
-
-    def _special_tokens(self, text: str, policy: Policy, repairs: Counter[str]) -> str:
+    def _mended(self, text: str, policy: SpecialTokens, repairs: Counter[str]) -> str:
         assert self.chat is not None
-        match = self.chat.special_tokens.search(text)
-        if match is None:
-            return text
-        if policy == "reject":
-            raise RowRejected("special_token", f"the text spells {match[0]}")
-        if policy == "escape":
-            repairs["special_tokens_escaped"] += 1
-            return self.chat.special_tokens.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
-        repairs["special_tokens_found"] += 1
-        return text
+        return with_special_tokens(text, self.chat.special_tokens, policy, repairs)
 
-    def _tokenize(self, pending: list[_Pending]) -> Iterator[Any]:
+    def _tokenize(self, pending: list[_Text]) -> Iterator[Any]:
         """An encoding for each, in order."""
         if not pending:
             return iter(())
@@ -202,7 +146,7 @@ class Encoder:
         )
         return (next(encodings) if len(item.text) <= longest else self._tokenize_long(item) for item in pending)
 
-    def _tokenize_long(self, item: _Pending) -> Any:
+    def _tokenize_long(self, item: _Text) -> Any:
         """An encoding of as much of a huge text as shows its first `max_length` tokens, and that it has more."""
         assert self.chat is not None
         enough = self._settings.max_length + _SLACK_TOKENS
@@ -214,29 +158,59 @@ class Encoder:
                 return encoding
             num_chars *= 2
 
-    def _align(
-        self, item: _Pending, encoding: Any, repairs: Counter[str]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    def _sample(self, item: _Text | TokenIds, encoding: Any, repairs: Counter[str]) -> SampleArrays:
+        """What is kept of a row, and its mask.
+
+        Raises:
+            RowRejected: nothing of it can be.
+        """
+        settings = self._settings
+        ids = item.input_ids if isinstance(item, TokenIds) else np.array(encoding.ids, np.int32)
+        if not len(ids):
+            raise RowRejected("empty", "no tokens")
+        if int(ids.max()) >= settings.vocab_size:
+            raise RowRejected(
+                "token_out_of_range", f"token id {ids.max()}; the model knows 0 to {settings.vocab_size - 1}"
+            )
+        is_cut = len(ids) > settings.max_length
+        if is_cut and settings.length_policy == "drop":
+            raise RowRejected("too_long", f"more than {settings.max_length} tokens")
+        mask = item.loss_mask if isinstance(item, TokenIds) else self._mask(item, ids, encoding, repairs)
+        if is_cut:
+            ids, mask = ids[: settings.max_length], mask[: settings.max_length]
+            repairs["truncated"] += 1
+        if not mask.any():
+            among = f"the first {settings.max_length} tokens" if is_cut else "its tokens"
+            raise RowRejected("nothing_supervised", f"none of {among} is supervised")
+        return ids, mask
+
+    def _mask(
+        self, item: _Text, ids: npt.NDArray[np.int32], encoding: Any, repairs: Counter[str]
+    ) -> npt.NDArray[np.uint8]:
+        """Mask uint8 [S] of all ids, sure as far as those that are kept."""
         assert self.chat is not None
-        ids = np.array(encoding.ids, np.int32)
+        num_chars, num_kept = len(item.text), min(len(ids), self._settings.max_length)
         by_bytes = None if item.add_special_tokens else self.chat.byte_lengths
-        found = by_bytes.mask(ids, item.text, item.spans) if by_bytes is not None else None
-        if found is not None:
-            mask, num_straddling = found
+        aligned = by_bytes.align(ids, item.text) if by_bytes is not None else None
+        if aligned is not None:
+            until = aligned.num_chars(num_kept) if num_kept < len(ids) else num_chars
+            mask, num_straddling = aligned.mask(item.spans(until))
         elif self.chat.backend is not None:
             if by_bytes is not None:
                 encoding = self.chat.encode([item.text])[0]
-            mask, num_straddling = mask_of_spans(encoding, item.spans, len(item.text))
+            until = num_chars_covered(encoding, num_kept, num_chars) if num_kept < len(ids) else num_chars
+            mask, num_straddling = mask_of_spans(encoding, item.spans(until), num_chars)
         else:
             num_straddling = 0
-            mask = mask_by_prefixes(encoding.ids, lambda text: self._prefix_ids(text, item), item.text, item.spans)
+            spans = item.spans(num_chars)
+            mask = mask_by_prefixes(encoding.ids, lambda text: self._prefix_ids(text, item), item.text, spans)
         if item.add_special_tokens:
             mask[np.array(encoding.special_tokens_mask, bool)] = 0
         if num_straddling:
             repairs["straddling_tokens"] += num_straddling
-        return ids, mask
+        return mask
 
-    def _prefix_ids(self, text: str, item: _Pending) -> list[int]:
+    def _prefix_ids(self, text: str, item: _Text) -> list[int]:
         """Ids of a text's beginning, without what stands only at the end of a whole text."""
         assert self.chat is not None
         encoding = self.chat.encode([text], add_special_tokens=item.add_special_tokens)[0]
@@ -244,38 +218,3 @@ class Encoder:
         while item.add_special_tokens and ids and special[-1]:
             ids.pop(), special.pop()
         return ids
-
-    def _fit(
-        self, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], repairs: Counter[str]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        settings = self._settings
-        if not len(ids):
-            raise RowRejected("empty", "no tokens")
-        if int(ids.max()) >= settings.vocab_size:
-            raise RowRejected(
-                "token_out_of_range", f"token id {ids.max()}; the model knows 0 to {settings.vocab_size - 1}"
-            )
-        if is_cut := len(ids) > settings.max_length:
-            if settings.length_policy == "drop":
-                raise RowRejected("too_long", f"more than {settings.max_length} tokens")
-            ids, mask = ids[: settings.max_length], mask[: settings.max_length]
-        if not mask.any():
-            among = f"the first {settings.max_length} tokens" if is_cut else "its tokens"
-            raise RowRejected("nothing_supervised", f"none of {among} is supervised")
-        if is_cut:
-            repairs["truncated"] += 1
-        return ids, mask
-
-
-def _replace_surrogates(value: Any) -> Any:
-    """A value without unpaired surrogates; the value itself if it has none."""
-    if isinstance(value, str):
-        return _SURROGATE.sub("\ufffd", value) if _SURROGATE.search(value) else value
-    if isinstance(value, list):
-        items = [_replace_surrogates(item) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-    if isinstance(value, dict):
-        fields = {_replace_surrogates(name): _replace_surrogates(field) for name, field in value.items()}
-        kept = all(a is b and x is y for (a, x), (b, y) in zip(fields.items(), value.items(), strict=False))
-        return value if kept and len(fields) == len(value) else fields
-    return value

@@ -24,11 +24,14 @@ from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import identify_model
 from hiddenq.telemetry import logger
 from producer.batching import BatchLimits, RotaryLimits
-from producer.blocks import Block, Suspect, read_blocks
-from producer.conversation import RowRejected, detect_schema
-from producer.encoder import EncodedBlock, Encoder, EncoderSettings
+from producer.blocks import Block, Suspect
+from producer.conversation import detect_schema
+from producer.encoder import Encoder, EncoderSettings
+from producer.formats import read_blocks
 from producer.mask import MASK_RULE
 from producer.pool import encode_blocks
+from producer.rejects import RowRejected
+from producer.samples import EncodedBlock
 from producer.settings import ProducerSettings, RowSchema
 from producer.sources import check_named, digest_files, resolve_data
 from producer.tokenizer import TokenizerSource

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from producer.conversation import RowRejected
+from producer.rejects import RowRejected
 
 MASK_RULE = 1
 """Version of the rule; part of a run's tokenizer policies."""
@@ -36,26 +36,39 @@ class Alignment(Protocol):
         ...
 
 
-def turn_span(
-    rendered: str, prompts: Iterable[str], end_tokens: Sequence[str], *, turn: int, is_last: bool
-) -> tuple[Span, int]:
-    """The characters of one assistant turn, and the number of the prompt that proved its start.
+def turn_start(rendered: str, prompts: Iterable[str], *, turn: int) -> tuple[int, int]:
+    """Where one assistant turn starts, and the number of the prompt that proved it.
 
     `prompts` are renders of what precedes the turn, with the generation prompt, the surest first; the first one that
-    is a prefix of `rendered` counts. The newline that many templates add after an end-of-turn token lies outside.
+    is a prefix of `rendered` counts.
 
     Raises:
-        RowRejected: `mask_unsure`, if no prompt is a prefix or the end can't be found.
+        RowRejected: `mask_unsure`, if no prompt is a prefix.
     """
-    proofs = ((number, len(prompt)) for number, prompt in enumerate(prompts) if rendered.startswith(prompt))
-    proof = next(proofs, None)
-    if proof is None:
-        raise RowRejected("mask_unsure", f"turn {turn}: the prompt before it is not a prefix of the whole render")
-    number, begin = proof
-    ends = [found + len(token) for token in end_tokens if (found := rendered.find(token, begin)) >= 0]
-    if not ends and not is_last:
+    for number, prompt in enumerate(prompts):
+        if rendered.startswith(prompt):
+            return len(prompt), number
+    raise RowRejected("mask_unsure", f"turn {turn}: the prompt before it is not a prefix of the whole render")
+
+
+def turn_end(rendered: str, end_tokens: Sequence[str], begin: int, until: int, *, turn: int, is_last: bool) -> int:
+    """Where the assistant turn that starts at `begin` ends, looked for before the character `until` alone.
+
+    The newline that many templates add after an end-of-turn token lies outside.
+
+    Raises:
+        RowRejected: `mask_unsure`, if the end can't be found.
+    """
+    ends = [found + len(token) for token in end_tokens if (found := rendered.find(token, begin, until)) >= 0]
+    if not ends and not is_last and until >= len(rendered):
         raise RowRejected("mask_unsure", f"turn {turn}: no end-of-turn token after it")
-    return (begin, min(ends, default=len(rendered))), number
+    return min(ends, default=until)
+
+
+def num_chars_covered(alignment: Alignment, num_tokens: int, num_chars: int) -> int:
+    """The character at which the first so many tokens end; `num_chars`, the text's length, if none of them says."""
+    spans = (alignment.token_to_chars(token) for token in range(num_tokens - 1, -1, -1))
+    return next((span[1] for span in spans if span is not None), num_chars)
 
 
 def mask_of_spans(alignment: Alignment, spans: Iterable[Span], num_chars: int) -> tuple[npt.NDArray[np.uint8], int]:

@@ -7,7 +7,8 @@ so a part written twice is the same part, and the plan's digest proves it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +19,21 @@ from hiddenq.contracts import checksum, names
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import encode_batches, forget_token_parts
-from producer.batching import Batch, Keys, key_lengths, key_places
-from producer.spill import Sample, Spill
+from producer.batching import BatchLimits, cut_batches
+from producer.order import Keys, iterate_lengths, iterate_samples
+from producer.spill import Sample, Spill, needing_room
 
 PART_TOKENS = 8 << 20
 """A part ends with the batch that brings it to so many tokens: some 40 MiB."""
+_READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenPlan:
     """What was written."""
 
-    batches: list[BatchPlan]
+    num_batches: int
+    num_padded_tokens: int
     num_parts: int
     digest: str
     """blake2b-128 over the parts and the batch list."""
@@ -38,16 +42,16 @@ class WrittenPlan:
 def write_plan(
     store: ObjectStore,
     spill: Spill,
-    keys: Keys,
-    cut: Iterable[Batch],
+    chunks: Iterator[Keys],
+    limits: BatchLimits,
     scratch: Path,
     progress: Callable[[int], None],
 ) -> WrittenPlan:
-    """Write the samples of `keys`, in that order and cut that way; `progress` hears of samples written so far."""
+    """Write samples in the order of their keys, cut into batches; `progress` hears of samples written so far."""
     digest = hashlib.blake2b(digest_size=16)
-    batches: list[BatchPlan] = []
     samples: list[Sample] = []
-    num_written = num_tokens = num_parts = 0
+    num_written = num_tokens = num_parts = num_batches = num_padded_tokens = 0
+    listed = scratch / "batches.jsonl"
 
     def end_part() -> None:
         nonlocal num_tokens, num_parts
@@ -59,30 +63,38 @@ def write_plan(
         progress(num_written)
 
     forget_token_parts(store)
-    for batch in cut:
-        batches.append(
-            BatchPlan(
-                batch_id=names.batch_id(len(batches)),
+    to_cut, to_write = itertools.tee(chunks)
+    places = iterate_samples(to_write)
+    with listed.open("wb") as lines:
+        for batch in cut_batches(iterate_lengths(to_cut), limits):
+            planned = BatchPlan(
+                batch_id=names.batch_id(num_batches),
                 token_part=num_parts,
                 first_row=len(samples),
                 num_samples=batch.num_samples,
                 num_tokens=batch.num_tokens,
                 padded_length=batch.padded_length,
             )
-        )
-        rows = keys[num_written : num_written + batch.num_samples]
-        for place, length in zip(key_places(rows).tolist(), key_lengths(rows).tolist(), strict=True):
-            samples.append(spill.read(place, length))
-        num_written += batch.num_samples
-        num_tokens += batch.num_tokens
-        if num_tokens >= PART_TOKENS:
+            with needing_room(scratch):
+                lines.write(encode_batches([planned]))
+            samples += (spill.read(place, length) for place, length in itertools.islice(places, batch.num_samples))
+            num_batches += 1
+            num_padded_tokens += batch.num_samples * batch.padded_length
+            num_written += batch.num_samples
+            num_tokens += batch.num_tokens
+            if num_tokens >= PART_TOKENS:
+                end_part()
+        if samples:
             end_part()
-    if samples:
-        end_part()
-    listed = encode_batches(batches)
-    digest.update(listed)
-    store.put_bytes(names.BATCHES, listed)
-    return WrittenPlan(batches=batches, num_parts=num_parts, digest=digest.hexdigest())
+        with needing_room(scratch):
+            lines.flush()
+    with listed.open("rb") as whole:
+        while piece := whole.read(_READ_BYTES):
+            digest.update(piece)
+    put_file(store, names.BATCHES, listed)
+    return WrittenPlan(
+        num_batches=num_batches, num_padded_tokens=num_padded_tokens, num_parts=num_parts, digest=digest.hexdigest()
+    )
 
 
 def remove_other_parts(store: ObjectStore, num_parts: int) -> None:
@@ -112,7 +124,8 @@ def _encode_part(samples: list[Sample]) -> bytes:
 
 def _put(store: ObjectStore, key: str, data: bytes, scratch: Path) -> None:
     path = scratch / "part.safetensors"
-    path.write_bytes(data)
+    with needing_room(scratch):
+        path.write_bytes(data)
     try:
         put_file(store, key, path)
     finally:

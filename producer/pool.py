@@ -22,7 +22,8 @@ from multiprocessing.process import BaseProcess
 from hiddenq.contracts.errors import UsageError
 from hiddenq.model_identity import block_torch
 from producer.blocks import Block
-from producer.encoder import EncodedBlock, Encoder, EncoderSettings
+from producer.encoder import Encoder, EncoderSettings
+from producer.samples import EncodedBlock
 
 _BLOCKS_PER_PROCESS = 2
 _END_SECONDS = 5.0

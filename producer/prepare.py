@@ -18,24 +18,22 @@ from typing import Any
 from hiddenq import __version__
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch
-from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import DatasetIdentity, RunConfig
 from hiddenq.storage import ObjectStore
-from hiddenq.storage.runfiles import load_batches, load_run_json, write_run_json
+from hiddenq.storage.runfiles import load_run_json, write_run_json
 from hiddenq.telemetry import logger
-from producer.batching import cut_batches, iterate_lengths, order_keys
 from producer.job import Job, Progress, no_progress
+from producer.order import SampleOrder
 from producer.parts import put_file, remove_other_parts, write_plan
 from producer.settings import ProducerSettings
-from producer.spill import Lengths, Spill
+from producer.spill import Spill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that exists."""
+    """A run that exists; its batches are listed in its location."""
 
     config: RunConfig
-    batches: list[BatchPlan]
     reused: bool
     """Whether it was there before."""
 
@@ -52,7 +50,7 @@ def prepare(settings: ProducerSettings, store: ObjectStore, progress: Progress =
     with Job(settings, progress) as job:
         if existing is not None:
             _check_same(store, existing, job)
-            return Prepared(config=existing, batches=load_batches(store), reused=True)
+            return Prepared(config=existing, reused=True)
         if next(iter(store.list(names.STATES_PREFIX)), None) is not None:
             raise RunMismatch(f"{store.uri}: it holds shards of a run whose run.json is gone; use another location")
         return _write(job, store, progress)
@@ -70,7 +68,7 @@ def _check_same(store: ObjectStore, existing: RunConfig, job: Job) -> None:
 
 def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
     dataset = job.dataset()
-    lengths, reasons, repairs = Lengths(), Counter[str](), Counter[str]()
+    order, reasons, repairs = SampleOrder(job.scratch), Counter[str](), Counter[str]()
     num_rows = 0
     rejected = job.scratch() / "rejected.jsonl"
     spill = Spill(job.scratch())
@@ -81,19 +79,20 @@ def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
                 repairs += block.repairs
                 reasons.update(reject.reason for reject in block.rejected)
                 lines.writelines(reject.model_dump_json().encode() + b"\n" for reject in block.rejected)
-                lengths.append(block)
+                order.append(block)
                 spill.append(block)
         spill.flush()
         logger().info(
-            "tokenised", num_rows=num_rows, num_samples=len(lengths), rejected=dict(reasons), repairs=dict(repairs)
+            "tokenised", num_rows=num_rows, num_samples=len(order), rejected=dict(reasons), repairs=dict(repairs)
         )
         job.check_rejects(num_rows, reasons)
-        keys = lengths.keys()
-        order_keys(keys, job.settings.shuffle_seed, job.limits.rotary)
-        cut = cut_batches(iterate_lengths(keys), job.limits)
-        num_samples = len(keys)
         plan = write_plan(
-            store, spill, keys, cut, job.scratch(), lambda done: progress("writing tokens", done, num_samples)
+            store,
+            spill,
+            order.chunks(job.settings.shuffle_seed, job.limits.rotary),
+            job.limits,
+            job.scratch(),
+            lambda done: progress("writing tokens", done, len(order)),
         )
     finally:
         spill.close()
@@ -105,18 +104,18 @@ def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         num_rows=num_rows,
         num_rejected=reasons.total(),
-        num_samples=num_samples,
-        num_tokens=lengths.num_tokens,
-        num_supervised=lengths.num_supervised,
-        num_padded_tokens=sum(batch.num_samples * batch.padded_length for batch in plan.batches),
-        num_batches=len(plan.batches),
+        num_samples=len(order),
+        num_tokens=order.num_tokens,
+        num_supervised=order.num_supervised,
+        num_padded_tokens=plan.num_padded_tokens,
+        num_batches=plan.num_batches,
         num_token_parts=plan.num_parts,
         plan_digest=plan.digest,
         **_decided(job, dataset),
     )
     _warn_if_short_of_room(store, config.num_tokens * job.shard.bytes_per_token)
     write_run_json(store, config)
-    return Prepared(config=config, batches=plan.batches, reused=False)
+    return Prepared(config=config, reused=False)
 
 
 def _warn_if_short_of_room(store: ObjectStore, needed_bytes: int) -> None:

@@ -3,6 +3,9 @@
 Invariant: what is rendered is the whole conversation. Templates leave out what they don't know without a word (a role,
 a tool call, a list of tools), so every text of the row is looked for in the render; where one is missing, the row is
 refused rather than turned into another conversation.
+
+What is said where is asked for the kept part of a render only: each turn's start takes a render of all that precedes
+it, which for the turns that a length limit cuts off would be work without end.
 """
 
 from __future__ import annotations
@@ -10,52 +13,73 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from producer.conversation import REASONING_KEYS, Conversation, RowRejected
-from producer.mask import Span, turn_span
+from producer.conversation import Conversation
+from producer.mask import Span, turn_end, turn_start
+from producer.rejects import RowRejected
 from producer.template import Messages, Tools
 from producer.tokenizer import ChatTokenizer
+from producer.turns import REASONING_KEYS
 
 SPOKEN = ("content", *REASONING_KEYS)
 """Keys of a message that hold what somebody said."""
 _END_OF_THINKING = "</think>"
+_GAP = 64 << 10
+"""Characters that a template may write between one turn and the next one's reasoning."""
 
 
-def render_conversation(chat: ChatTokenizer, row: Conversation, repairs: Counter[str]) -> tuple[str, list[Span]]:
-    """The conversation as one string, and its supervised stretches.
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as one string."""
 
-    By the template's generation blocks where it has them, else by the character rule of `mask`.
+    text: str
+    messages: Messages
+    """In the form that the template took."""
+    tools: Tools
+    supervised_from: int
+    marked: list[Span] | None
+    """Stretches inside the template's generation blocks; None where it has none."""
+
+    def spans(self, chat: ChatTokenizer, until: int, repairs: Counter[str]) -> list[Span]:
+        """Supervised stretches that begin before the character `until`.
+
+        By the template's generation blocks where it has them, else by the character rule of `mask`.
+
+        Raises:
+            RowRejected: `mask_unsure`, or `template_error` if the template raises.
+        """
+        return self.marked if self.marked is not None else _assistant_spans(chat, self, until, repairs)
+
+
+def render_conversation(chat: ChatTokenizer, row: Conversation, repairs: Counter[str]) -> Rendered:
+    """The first form of the conversation that the template takes without leaving anything out.
 
     Raises:
-        RowRejected: `template_error` or `mask_unsure`.
+        RowRejected: `template_error`.
     """
-    messages, rendered = _render_whole(chat, row, repairs)
-    if not chat.template.has_generation_block:
-        return rendered, _assistant_spans(chat, rendered, messages, row, repairs)
-    rendered, spans = chat.template.render_marked(messages, tools=row.tools)
-    if row.supervised_from:
-        _, context = chat.template.render_marked(messages[: row.supervised_from], tools=row.tools)
-        spans = spans[len(context) :]
-    return rendered, spans
-
-
-def _render_whole(chat: ChatTokenizer, row: Conversation, repairs: Counter[str]) -> tuple[Messages, str]:
-    """The render of the first form of the messages that the template takes without leaving anything out."""
     refusal: RowRejected | None = None
     for number, messages in enumerate(_forms(row.messages)):
         try:
-            rendered = chat.template.render(messages, tools=row.tools)
-            _check_whole(rendered, messages, row.tools)
+            text = chat.template.render(messages, tools=row.tools)
+            num_unread = _check_whole(text, messages, row.tools)
         except RowRejected as reject:
             refusal = reject
-        else:
-            if number:
-                repairs["tool_calls_adapted"] += 1
-            unread = sum((message.get(REASONING_KEYS[0]) or "").strip() not in rendered for message in messages)
-            if unread:
-                repairs["reasoning_left_out"] += unread
-            return messages, rendered
+            continue
+        if number:
+            repairs["tool_calls_adapted"] += 1
+        if num_unread:
+            repairs["reasoning_left_out"] += num_unread
+        marked = None
+        if chat.template.has_generation_block:
+            text, marked = chat.template.render_marked(messages, tools=row.tools)
+            if row.supervised_from:
+                _, context = chat.template.render_marked(messages[: row.supervised_from], tools=row.tools)
+                marked = marked[len(context) :]
+        return Rendered(
+            text=text, messages=messages, tools=row.tools, supervised_from=row.supervised_from, marked=marked
+        )
     assert refusal is not None
     raise refusal
 
@@ -96,46 +120,78 @@ def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _check_whole(rendered: str, messages: Messages, tools: Tools) -> None:
+class _Search:
+    """Looks for texts in a render, behind the one found last and only then anywhere: turns stand in their order."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+
+    def holds(self, wanted: str) -> bool:
+        found = self._text.find(wanted, self._place)
+        if found >= 0:
+            self._place = found + len(wanted)
+        return found >= 0 or wanted in self._text
+
+    def holds_next(self, wanted: str) -> bool:
+        """Whether it stands in what comes next, without going on to it."""
+        return self._text.find(wanted, self._place, self._place + len(wanted) + _GAP) >= 0
+
+
+def _check_whole(rendered: str, messages: Messages, tools: Tools) -> int:
+    """Refuse a render that leaves out something said or called; the number of turns whose reasoning it leaves out."""
+    search = _Search(rendered)
+    num_unread = 0
     for turn, message in enumerate(messages):
+        reasoning = (message.get(REASONING_KEYS[0]) or "").strip()
+        num_unread += bool(reasoning) and not search.holds_next(reasoning)
         said = message.get("content") or ""
         if message["role"] == "assistant":
             said = said.rpartition(_END_OF_THINKING)[2]
-        if message["role"] != "tool" and said.strip() not in rendered:  # a tool's answer may be quoted as JSON
-            raise RowRejected("template_error", f"the template leaves out what turn {turn} ({message['role']}) says")
+        said = said.strip()
+        if not search.holds(said):
+            if message["role"] != "tool":  # a tool's answer may be quoted as JSON
+                raise RowRejected(
+                    "template_error", f"the template leaves out what turn {turn} ({message['role']}) says"
+                )
+            search.holds(_quoted(said))
         for call in message.get("tool_calls", ()):
             function = call.get("function", call)
             arguments = function.get("arguments")
             wanted = (str(function.get("name", "")), arguments.strip() if isinstance(arguments, str) else "")
             if not all(text in rendered for text in wanted):
                 raise RowRejected("template_error", f"turn {turn}: the template leaves out the call of {wanted[0]}")
-        if message.get("content", "") is None and rendered.count("None") > json.dumps([messages, tools]).count("None"):
-            raise RowRejected("template_error", f"turn {turn}: the template prints null content as None")
+    silent = next((turn for turn, message in enumerate(messages) if message.get("content", "") is None), None)
+    if silent is not None and rendered.count("None") > json.dumps([messages, tools]).count("None"):
+        raise RowRejected("template_error", f"turn {silent}: the template prints null content as None")
     for tool in tools or ():
         name = str(tool.get("function", tool).get("name", ""))
         if name not in rendered:
             raise RowRejected("template_error", f"the template leaves out the tool {name}")
+    return num_unread
 
 
-def _assistant_spans(
-    chat: ChatTokenizer, rendered: str, messages: Messages, row: Conversation, repairs: Counter[str]
-) -> list[Span]:
+def _assistant_spans(chat: ChatTokenizer, row: Rendered, until: int, repairs: Counter[str]) -> list[Span]:
     spans: list[Span] = []
-    turns = [
-        turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= row.supervised_from
-    ]
-    for turn in turns:
-        if any(end in (messages[turn].get(key) or "") for end in chat.end_tokens for key in SPOKEN):
+    turns: list[int] = []
+    stops: list[int] = []
+    for turn, message in enumerate(row.messages):
+        if message["role"] != "assistant" or turn < row.supervised_from:
+            continue
+        if any(end in (message.get(key) or "") for end in chat.end_tokens for key in SPOKEN):
             raise RowRejected("mask_unsure", f"turn {turn}: the assistant's own words hold an end-of-turn token")
-        prompts = chat.prompts(messages[:turn], tools=row.tools)
-        is_last = turn == len(messages) - 1
-        span, num_refuted = turn_span(rendered, prompts, chat.end_tokens, turn=turn, is_last=is_last)
+        begin, num_refuted = turn_start(row.text, chat.prompts(row.messages[:turn], tools=row.tools), turn=turn)
+        stops.append(begin)
+        if begin >= until:
+            break
         if num_refuted:
             repairs["thinking_argument_left_out"] += 1
-        spans.append(span)
-    stops = [*(begin for begin, _ in spans[1:]), len(rendered)]
-    for turn, (_, end), stop in zip(turns, spans, stops, strict=False):  # without a turn, one stop and no span
-        if turn + 1 < len(messages) and not _stands_between(messages[turn + 1]["content"], rendered, end, stop):
+        is_last = turn == len(row.messages) - 1
+        spans.append((begin, turn_end(row.text, chat.end_tokens, begin, until, turn=turn, is_last=is_last)))
+        turns.append(turn)
+    stops.append(len(row.text))
+    for turn, (_, end), stop in zip(turns, spans, stops[1:], strict=False):
+        if turn + 1 < len(row.messages) and not _stands_between(row.messages[turn + 1]["content"], row.text, end, stop):
             # The template ends this turn with no token of its own, so the first one found ends a later turn.
             raise RowRejected("mask_unsure", f"turn {turn}: its end can't be told from the next turn's")
     return spans
@@ -144,6 +200,8 @@ def _assistant_spans(
 def _stands_between(text: str, rendered: str, begin: int, end: int) -> bool:
     """Whether a text stands in that stretch of a render, as it is or quoted as JSON."""
     text = text.strip()
-    if rendered.find(text, begin, end) >= 0:
-        return True
-    return rendered.find(json.dumps(text, ensure_ascii=False)[1:-1], begin, end) >= 0
+    return rendered.find(text, begin, end) >= 0 or rendered.find(_quoted(text), begin, end) >= 0
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from producer.conversation import REPAIRS
+from producer.rejects import REPAIRS
 from producer.report import PlanReport
 
 _BAR_WIDTH = 40
@@ -21,8 +21,7 @@ def render(report: PlanReport) -> RenderableType:
     if report.rejected:
         parts.insert(1, _rejects(report))
     parts.append(_choices(report))
-    if report.rate or report.rooms:
-        parts.append(_outlook(report))
+    parts.append(_outlook(report))
     if report.too_many_rejected:
         parts.append(Text("A run would refuse this input: more rows are rejected than --max-rejected allows.", "red"))
     return Group(*(part for pair in parts for part in (pair, "")))
@@ -101,8 +100,14 @@ def _outlook(report: PlanReport) -> Table:
         table.add_row(
             "rate",
             f"{report.rate.tokens_per_second:,.0f} tokens/s ({report.rate.samples_per_second:,.1f} samples/s): "
-            f"{report.rate.hours:,.1f} hours, {decimal(int(report.rate.bytes_per_second))}/s to spool and output",
+            f"{report.rate.hours:,.1f} hours; spool and output must each take "
+            f"{decimal(int(report.rate.bytes_per_second))}/s",
         )
+        table.add_row("", Text(report.rate.source))
+    else:
+        table.add_row("rate", "not known: give --tokens-per-second, or --rate-from a run of this model (run --test)")
+    if not report.rooms:
+        table.add_row("room", "not looked at: name --out and --spool")
     for room in report.rooms:
         full = (
             f"; full after {room.seconds_to_full / 60:,.0f} minutes if nothing leaves" if room.seconds_to_full else ""

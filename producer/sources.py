@@ -19,6 +19,7 @@ import orjson
 from hiddenq.contracts.errors import DatasetError
 from hiddenq.contracts.run import DataFile
 from hiddenq.model_identity import hub_answers
+from hiddenq.storage import holds_credentials
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet", ".arrow")
 _READ_BYTES = 8 << 20
@@ -40,6 +41,8 @@ def check_named(entries: Sequence[str]) -> None:
         DatasetError: it is not.
     """
     for entry in entries:
+        if holds_credentials(entry):  # not shown, and never in run.json
+            raise DatasetError("--data: a URI holds credentials; put them into AWS_ACCESS_KEY_ID and the like")
         if "://" not in entry and (Path(entry).expanduser().exists() or not _may_be_hub(entry)):
             for file in _resolve_local(entry):
                 _check_readable(file)

@@ -1,4 +1,4 @@
-"""Samples on disk between tokenising and writing: memory holds eight bytes a sample, whatever its length.
+"""Samples on disk between tokenising and writing: memory holds none of them.
 
 Invariant: a sample's place is the number of samples kept before it, so places follow the order of the rows; and what
 is read back at a place is what was appended there.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiddenq.contracts.errors import UsageError
-from producer.batching import Keys, make_keys
-from producer.encoder import EncodedBlock
+from producer.samples import EncodedBlock
 
 _ENTRY = np.dtype([("first_token", "<i8"), ("sample_id", "<i8")])
 
@@ -31,26 +29,19 @@ class Sample(NamedTuple):
     loss_mask: npt.NDArray[np.uint8]
 
 
-class Lengths:
-    """Keys of samples in the order of the rows: all that a plan needs."""
+@contextlib.contextmanager
+def needing_room(folder: Path) -> Iterator[None]:
+    """Say in one line that a scratch folder is full.
 
-    def __init__(self) -> None:
-        self._keys = array("Q")
-        self.num_tokens = 0
-        self.num_supervised = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def append(self, block: EncodedBlock) -> None:
-        """Add a block's samples."""
-        self._keys.frombytes(make_keys(block.lengths, len(self)).tobytes())
-        self.num_tokens += len(block.input_ids)
-        self.num_supervised += int(block.loss_mask.sum())
-
-    def keys(self) -> Keys:
-        """The keys, without a copy: sorting them in place is meant, and ends appending."""
-        return np.frombuffer(self._keys, np.uint64)
+    Raises:
+        UsageError: what is written inside did not fit.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"no room for tokens in {folder.parent}: {error.strerror}; name a roomier folder in TMPDIR"
+        ) from error
 
 
 class Spill:
@@ -73,7 +64,7 @@ class Spill:
         entries["first_token"] = self._num_tokens + np.cumsum(block.lengths) - block.lengths
         entries["sample_id"] = block.sample_ids
         self._num_tokens += len(block.input_ids)
-        with self._room():
+        with needing_room(self._folder):
             self._ids.write(block.input_ids.tobytes())
             self._masks.write(block.loss_mask.tobytes())
             self._table.write(entries.tobytes())
@@ -84,7 +75,7 @@ class Spill:
         Raises:
             UsageError: no room is left.
         """
-        with self._room():
+        with needing_room(self._folder):
             for file in (self._ids, self._masks, self._table):
                 file.flush()
 
@@ -103,12 +94,3 @@ class Spill:
         for file in (self._ids, self._masks, self._table):
             with contextlib.suppress(OSError):  # what could not be written is of no use any more
                 file.close()
-
-    @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UsageError(
-                f"no room for tokens in {self._folder.parent}: {error.strerror}; name a roomier folder in TMPDIR"
-            ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from producer.conversation import RowRejected
+from producer.rejects import RowRejected
 
 _GENERATION_BLOCK = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _DICT_ATTRIBUTES = frozenset(dir(dict))

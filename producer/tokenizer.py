@@ -18,7 +18,7 @@ from typing import Any
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.model_identity import TargetModel
 from producer.bytelevel import ByteLengths
-from producer.conversation import RowRejected
+from producer.rejects import RowRejected
 from producer.settings import ProducerSettings
 from producer.template import ChatTemplate
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +20,12 @@ from hiddenq.cli.groups import (
 )
 from hiddenq.cli.options import grouped
 
+if TYPE_CHECKING:
+    from hiddenq.contracts.run import ModelIdentity
+    from producer.outlook import Rate
+
 TEST_SAMPLES = 100
+RATE_PANEL = "Rate"
 
 Out = Annotated[str, typer.Option(help="Output location: a folder or s3://bucket/prefix.")]
 MoreData = Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")]
@@ -71,7 +77,7 @@ def run(
             producer=producer_settings,
             out=out,
             store=store.settings,
-            devices=tuple(resolve_devices(host.devices)),
+            devices=tuple(resolve_devices(host.devices, gpus_per_worker=compute.gpus_per_worker)),
             num_uploaders=host.uploaders,
             spool=host.spool,
             redis_url=queue.redis_url,
@@ -86,34 +92,63 @@ def run(
 @grouped
 def plan(
     inputs: InputOptions,
+    store: StoreOptions,
     out: Annotated[str | None, typer.Option(help="Output location: is there room?")] = None,
-    spool: Annotated[Path | None, typer.Option(help="Spool folder: is there room?")] = None,
+    spool: Annotated[
+        Path | None,
+        typer.Option(help="Spool folder: is there room? By default the one of --out."),
+    ] = None,
     tokens_per_second: Annotated[
-        float | None,
-        typer.Option(help="Rate of all GPUs together, to say hours.", rich_help_panel="Data"),
+        float | None, typer.Option(help="Rate of all GPUs together, to say hours.", rich_help_panel=RATE_PANEL)
+    ] = None,
+    rate_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Location of a run of this model, finished or not, whose measured rate to take (`run --test` makes "
+            "one); by default --out, if a run is there.",
+            rich_help_panel=RATE_PANEL,
+        ),
     ] = None,
     json: Json = False,
     more_data: MoreData = None,
 ) -> int:
     """Say what a run would take, without a GPU and without writing anything.
 
-    Rows kept and rejected by reason, lengths, batches, padding, bytes by choice of layers, hours at a given rate.
+    Rows kept and rejected by reason, lengths, batches, padding, bytes by choice of layers, hours at a given or measured
+    rate, room of spool and output.
     """
     from hiddenq.model_identity import block_torch
 
     block_torch()
+    from hiddenq import state
+    from hiddenq.contracts.errors import RetryableError, UsageError, UserError
     from hiddenq.progress import TerminalProgress
+    from hiddenq.storage import open_store
     from hiddenq.telemetry import configure_logging
     from producer import plan as plan_run
+    from producer.outlook import given_rate, measured_rate
 
     configure_logging(default_level="WARNING")
+    if tokens_per_second is not None and rate_from is not None:
+        raise UsageError("--tokens-per-second and --rate-from: one of them is enough")
+    location = open_store(out, store.settings) if out is not None else None
+
+    def find_rate(model: ModelIdentity) -> Rate | None:
+        if tokens_per_second is not None:
+            return given_rate(tokens_per_second)
+        if rate_from is not None:
+            return measured_rate(open_store(rate_from, store.settings), model)
+        with contextlib.suppress(UserError, RetryableError):  # nobody asked for the rate of what may lie there
+            return measured_rate(location, model) if location is not None else None
+        return None
+
     with TerminalProgress() as progress:
         report = plan_run(
             inputs.settings(more_data or [], run_name="plan"),
             progress,
-            tokens_per_second=tokens_per_second,
+            find_rate=find_rate,
             output=out,
-            spool=spool,
+            spool=spool or (state.state_folder(location) / "spool" if location is not None else None),
         )
     if json:
         typer.echo(report.model_dump_json(indent=2))

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, DamagedShard
-from hiddenq.contracts.manifest import BatchPlan, Rejected
+from hiddenq.contracts.manifest import BatchPlan, Manifest, Rejected
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import header_num_bytes, parse_header
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _DTYPES = {"offsets": "I64", "sample_ids": "I64", "input_ids": "I32", "loss_mask": "U8"}
 _NUMPY: dict[str, npt.DTypeLike] = {"I64": "<i8", "I32": "<i4", "U8": "u1"}
 _MAX_CACHED_PARTS = 16
+_PIECE_BYTES = 8 << 20
 _Line = TypeVar("_Line", BatchPlan, Rejected)
 
 
@@ -58,6 +59,18 @@ def load_run_json(store: ObjectStore) -> RunConfig | None:
     return RunConfig.parse(store.get_bytes(names.RUN_JSON))
 
 
+def load_manifest(store: ObjectStore) -> Manifest | None:
+    """The manifest at a location, None while its run goes on.
+
+    Raises:
+        UnknownSchema: it was written by another version of hiddenq.
+        BadMessage: the object is not a manifest.
+    """
+    if store.stat(names.MANIFEST) is None:
+        return None
+    return Manifest.parse(store.get_bytes(names.MANIFEST))
+
+
 def write_run_json(store: ObjectStore, config: RunConfig) -> None:
     """Make the run exist: call it last."""
     store.put_bytes(names.RUN_JSON, config.model_dump_json(indent=2).encode() + b"\n")
@@ -68,13 +81,22 @@ def encode_batches(batches: Iterable[BatchPlan]) -> bytes:
     return b"".join(orjson.dumps(batch.model_dump()) + b"\n" for batch in batches)
 
 
+def iterate_batches(store: ObjectStore) -> Iterator[BatchPlan]:
+    """Every batch of the run, in plan order, however many there are: the list is read piece by piece.
+
+    Raises:
+        BadMessage: a line that is not a batch.
+    """
+    return _lines(BatchPlan, names.BATCHES, _object_lines(store, names.BATCHES))
+
+
 def load_batches(store: ObjectStore) -> list[BatchPlan]:
     """Every batch of the run, in plan order.
 
     Raises:
         BadMessage: a line that is not a batch.
     """
-    return list(_lines(BatchPlan, names.BATCHES, store.get_bytes(names.BATCHES)))
+    return list(iterate_batches(store))
 
 
 def load_rejected(store: ObjectStore) -> list[Rejected]:
@@ -83,7 +105,7 @@ def load_rejected(store: ObjectStore) -> list[Rejected]:
     Raises:
         BadMessage: a line that is not a reject.
     """
-    return list(_lines(Rejected, names.REJECTED, store.get_bytes(names.REJECTED)))
+    return list(_lines(Rejected, names.REJECTED, store.get_bytes(names.REJECTED).splitlines()))
 
 
 def read_token_rows(store: ObjectStore, part: int, first_row: int, num_samples: int) -> list[TokenRow]:
@@ -195,8 +217,19 @@ def _read(store: ObjectStore, table: _PartTable, name: str, begin: int, end: int
     return data
 
 
-def _lines(cls: type[_Line], key: str, data: bytes) -> Iterator[_Line]:
-    for number, line in enumerate(data.splitlines(), start=1):
+def _object_lines(store: ObjectStore, key: str) -> Iterator[bytes]:
+    info = store.stat(key)
+    num_bytes = info.num_bytes if info is not None else 1  # reading says that it is missing
+    left = b""
+    for begin in range(0, num_bytes, _PIECE_BYTES):
+        *lines, left = (left + store.get_bytes(key, begin, min(begin + _PIECE_BYTES, num_bytes))).split(b"\n")
+        yield from lines
+    if left:
+        yield left
+
+
+def _lines(cls: type[_Line], key: str, lines: Iterable[bytes]) -> Iterator[_Line]:
+    for number, line in enumerate(lines, start=1):
         try:
             yield cls.model_validate_json(line)
         except ValidationError as error:

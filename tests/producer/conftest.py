@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiddenq.contracts.manifest import Rejected
+from hiddenq.contracts.manifest import BatchPlan, Rejected
 from hiddenq.storage import ObjectStore, open_store
-from hiddenq.storage.runfiles import TokenRow, load_rejected, read_token_rows
+from hiddenq.storage.runfiles import TokenRow, load_batches, load_rejected, read_token_rows
 from producer import Prepared, ProducerSettings, prepare
 from producer.blocks import Block
-from producer.encoder import EncodedBlock, Encoder, EncoderSettings
+from producer.encoder import Encoder, EncoderSettings
+from producer.samples import EncodedBlock
 from producer.tokenizer import TokenizerSource
 from tests.support.models import tiny_config, tiny_tokenizer, write_config
 from tests.support.tokenizers import real_tokenizer
@@ -31,10 +32,15 @@ class Outcome:
     store: ObjectStore
 
     @property
+    def batches(self) -> list[BatchPlan]:
+        """The batches, as a worker finds them."""
+        return load_batches(self.store)
+
+    @property
     def samples(self) -> dict[int, TokenRow]:
         """Every sample of every batch; fails if one is in two."""
         found: dict[int, TokenRow] = {}
-        for batch in self.prepared.batches:
+        for batch in self.batches:
             for row in read_token_rows(self.store, batch.token_part, batch.first_row, batch.num_samples):
                 assert row.sample_id not in found
                 found[row.sample_id] = row

@@ -1,8 +1,10 @@
-"""The plan: a partition within its limits, the longest first, and nothing mixed that rotary scaling would mix."""
+"""The plan: a partition within its limits, the longest first, and nothing mixed that rotary scaling would mix; and no
+different for being sorted on disk."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.batching import (
-    BatchLimits,
-    Keys,
-    RotaryLimits,
-    cut_batches,
-    iterate_lengths,
-    key_lengths,
-    key_places,
-    make_keys,
-    order_keys,
-)
+from producer.batching import BatchLimits, RotaryLimits, cut_batches
+from producer.order import RUN_KEYS, Keys, SampleOrder, key_lengths, key_places, make_keys
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=200)
 ROTARY = st.sampled_from([RotaryLimits(), RotaryLimits(longrope_original=100), RotaryLimits(dynamic_original=100)])
@@ -31,10 +24,18 @@ def limits(rotary: RotaryLimits, *, token_budget: int = 512, max_shard_bytes: in
     return BatchLimits(token_budget=token_budget, max_shard_bytes=max_shard_bytes, bytes_per_token=100, rotary=rotary)
 
 
-def ordered(lengths: list[int], seed: int | None, rotary: RotaryLimits) -> Keys:
-    keys = make_keys(np.array(lengths, np.int64), 0)
-    order_keys(keys, seed, rotary)
-    return keys
+def no_folder() -> Path:
+    raise AssertionError("a plan of so few samples needs no disk")
+
+
+def ordered(
+    lengths: Any, seed: int | None, rotary: RotaryLimits, folder: Path | None = None, run_keys: int = RUN_KEYS
+) -> Keys:
+    order = SampleOrder(lambda: folder or no_folder(), run_keys)
+    for part in np.array_split(np.array(lengths, np.int64), 7):
+        order.append_lengths(part)
+    assert len(order) == len(lengths)
+    return np.concatenate([np.empty(0, np.uint64), *order.chunks(seed, rotary)])
 
 
 @given(LENGTHS, st.sampled_from([None, 0, 7]), ROTARY)
@@ -43,7 +44,7 @@ def test_the_plan_is_a_partition_within_its_limits(lengths: list[int], seed: int
     assert sorted(key_places(keys).tolist()) == list(range(len(lengths)))
     assert key_lengths(keys).tolist() == [lengths[place] for place in key_places(keys)]
     first, bounds = 0, limits(rotary, max_shard_bytes=60_000)
-    for batch in cut_batches(iterate_lengths(keys), bounds):
+    for batch in cut_batches(key_lengths(keys).tolist(), bounds):
         members = [lengths[place] for place in key_places(keys[first : first + batch.num_samples])]
         first += batch.num_samples
         assert members
@@ -73,6 +74,34 @@ def test_a_shuffle_moves_samples_among_similar_lengths_only(
     assert ordered(lengths, seed, rotary).tolist() == shuffled.tolist()
 
 
+@pytest.mark.parametrize("rotary", [RotaryLimits(), RotaryLimits(dynamic_original=100)])
+@pytest.mark.parametrize("run_keys", [1100, 3000, 20_000])
+def test_an_order_sorted_on_disk_is_that_of_memory(tmp_path: Path, rotary: RotaryLimits, run_keys: int) -> None:
+    lengths = np.clip(np.random.default_rng(3).lognormal(5, 1, 20_000), 1, 4000).astype(np.int64)
+    assert ordered(lengths, None, rotary, tmp_path, run_keys).tolist() == ordered(lengths, None, rotary).tolist()
+    assert any(tmp_path.iterdir())
+    assert ordered(lengths, 5, rotary, tmp_path, run_keys).tolist() == ordered(lengths, 5, rotary).tolist()
+
+
+def test_a_band_of_more_samples_than_a_run_holds_is_shuffled_piece_by_piece(tmp_path: Path) -> None:
+    keys = ordered([50] * 5000, 1, RotaryLimits(), tmp_path, 1000)
+    places = key_places(keys)
+    assert places.tolist() != sorted(places.tolist())
+    assert [set(piece.tolist()) for piece in np.split(places, 5)] == [
+        set(range(begin, begin + 1000)) for begin in range(0, 5000, 1000)
+    ]
+
+
+def test_sorting_on_disk_holds_some_runs_in_memory_at_most(tmp_path: Path) -> None:
+    order = SampleOrder(lambda: tmp_path, 5000)
+    chance = np.random.default_rng(4)
+    for _ in range(60):
+        order.append_lengths(np.clip(chance.lognormal(5, 1, 1000), 1, 4000).astype(np.int64))
+    sizes = [len(chunk) for chunk in order.chunks(None, RotaryLimits())]
+    assert sum(sizes) == 60_000
+    assert max(sizes) <= 5000 + 12 * 1024
+
+
 def test_a_seed_decides_the_shuffle() -> None:
     orders = {tuple(ordered([50] * 100, seed, RotaryLimits()).tolist()) for seed in (None, 1, 2)}
     assert len(orders) == 3
@@ -99,10 +128,9 @@ def test_a_shard_never_outgrows_its_bound() -> None:
 def test_padding_is_small_for_lengths_as_in_life(seed: int | None, most: float) -> None:
     chance = np.random.default_rng(0)
     lengths = np.clip(chance.lognormal(np.log(365), 0.9, 100_000), 16, 4096).astype(np.int64)
-    keys = make_keys(lengths, 0)
-    order_keys(keys, seed, RotaryLimits())
+    keys = ordered(lengths, seed, RotaryLimits())
     bounds = BatchLimits(token_budget=32768, max_shard_bytes=1 << 40, bytes_per_token=1, rotary=RotaryLimits())
-    padded = sum(batch.num_samples * batch.padded_length for batch in cut_batches(iterate_lengths(keys), bounds))
+    padded = sum(batch.num_samples * batch.padded_length for batch in cut_batches(key_lengths(keys).tolist(), bounds))
     assert padded / lengths.sum() <= most
 
 
@@ -133,13 +161,13 @@ def test_rotary_limits_come_from_the_config(rope: Any, positions: int, expected:
 
 def test_batches_of_one_budget_come_in_falling_length() -> None:
     keys = ordered(list(range(1, 300)), None, RotaryLimits())
-    lengths = [batch.padded_length for batch in cut_batches(iterate_lengths(keys), limits(RotaryLimits()))]
+    lengths = [batch.padded_length for batch in cut_batches(key_lengths(keys).tolist(), limits(RotaryLimits()))]
     assert all(longer >= shorter for longer, shorter in pairwise(lengths))
 
 
 def test_keys_keep_their_order_at_the_end_of_their_range() -> None:
     first = (1 << 40) - 100
     keys = make_keys(np.full(100, 7, np.int64), first)
-    order_keys(keys, 5, RotaryLimits())
+    keys.sort()
     assert sorted(key_places(keys).tolist()) == list(range(first, first + 100))
     assert set(key_lengths(keys).tolist()) == {7}

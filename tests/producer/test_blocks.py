@@ -14,8 +14,9 @@ import pytest
 import zstandard
 
 from hiddenq.contracts.errors import DatasetError
-from producer.blocks import Suspect, read_blocks
-from producer.conversation import RowRejected
+from producer.blocks import Suspect
+from producer.formats import read_blocks
+from producer.rejects import RowRejected
 from tests.producer.conftest import chat, encode_rows, make_encoder, write_lines
 
 ROWS = [chat(f"question {number}", "answer " * (number % 7 + 1)) for number in range(1200)]

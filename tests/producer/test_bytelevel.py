@@ -46,28 +46,28 @@ def test_a_mask_from_byte_lengths_is_that_of_the_offsets(name: str, text: str, s
     ids = np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
     encoding = backend.encode(text, add_special_tokens=False)
     assert ids.tolist() == encoding.ids
-    found = lengths.mask(ids, text, spans)
-    if found is None:
+    aligned = lengths.align(ids, text)
+    if aligned is None:
         return
     starts = [begin for begin, _ in encoding.offsets]
     expected = [int(any(begin <= start < end for begin, end in spans)) for start in starts]
     # A token that starts within a character has that character's offset, or an empty one behind it.
     within = [number > 0 and starts[number] == starts[number - 1] for number in range(len(starts))]
     empty = [begin == end for begin, end in encoding.offsets]
-    for number, bit in enumerate(found[0].tolist()):
+    for number, bit in enumerate(aligned.mask(spans)[0].tolist()):
         assert bit == expected[number] or within[number] or empty[number] or (number and empty[number - 1])
 
 
 def test_text_that_the_tokenizer_composes_takes_the_long_way() -> None:
-    assert lengths_of("qwen3").mask(np.array([1], np.int32), "e\u0301", [(0, 1)]) is None
+    assert lengths_of("qwen3").align(np.array([1], np.int32), "e\u0301") is None
 
 
 def test_ids_that_do_not_cover_the_text_take_the_long_way() -> None:
     backend, lengths = backend_of("tiny"), lengths_of("tiny")
     ids = np.array(backend.encode("hello there").ids, np.int32)
-    assert lengths.mask(ids, "hello there", []) is not None
-    assert lengths.mask(ids[:-1], "hello there", []) is None
-    assert lengths.mask(ids[:0], "", []) is None
+    assert lengths.align(ids, "hello there") is not None
+    assert lengths.align(ids[:-1], "hello there") is None
+    assert lengths.align(ids[:0], "") is None
 
 
 def changed(**stages: Any) -> Tokenizer:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from producer.conversation import Conversation, PlainText, RowRejected, TokenIds, detect_schema, read_row
+from producer.conversation import Conversation, PlainText, TokenIds, detect_schema, read_row
+from producer.rejects import RowRejected
 
 
 def read(row: Any, schema: Any = "messages") -> Any:

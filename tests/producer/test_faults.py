@@ -162,7 +162,7 @@ def test_a_thinking_conversation_is_rendered_once_and_its_mask_does_not_slide() 
 
 def test_a_samples_length_is_its_number_of_tokens(produce: Produce) -> None:
     outcome = produce([{"input_ids": list(range(9))}])
-    (batch,) = outcome.prepared.batches
+    (batch,) = outcome.batches
     assert (batch.num_tokens, batch.padded_length) == (9, 9)
 
 

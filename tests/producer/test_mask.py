@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.conversation import RowRejected
-from producer.mask import mask_by_prefixes, mask_of_spans, turn_span
+from producer.mask import mask_by_prefixes, mask_of_spans, turn_end, turn_start
+from producer.rejects import RowRejected
 from tests.producer.conftest import chat, encode_rows, make_encoder, make_model, split_samples
 from tests.support.models import tiny_tokenizer
 
@@ -17,23 +17,29 @@ BACKEND = tiny_tokenizer().backend_tokenizer
 
 
 def test_a_turn_runs_from_its_prompt_to_the_first_end_token() -> None:
-    assert turn_span("<u>hi<a>yes<e>\n<u>", ["<u>hi<a>"], ["<e>"], turn=1, is_last=False) == ((8, 14), 0)
+    text = "<u>hi<a>yes<e>\n<u>"
+    assert turn_start(text, ["<u>hi<a>"], turn=1) == (8, 0)
+    assert turn_end(text, ["<e>"], 8, len(text), turn=1, is_last=False) == 14
 
 
 def test_a_prompt_that_is_no_prefix_is_never_used() -> None:
     with pytest.raises(RowRejected, match="the prompt before it is not a prefix") as refused:
-        turn_span("<u>hi<a>yes<e>", ["<u>HI<a>"], ["<e>"], turn=1, is_last=True)
+        turn_start("<u>hi<a>yes<e>", ["<u>HI<a>"], turn=1)
     assert refused.value.reason == "mask_unsure"
 
 
 def test_the_second_prompt_counts_where_the_first_is_refuted() -> None:
-    assert turn_span("<a>yes<e>", ["<a><think>", "<a>"], ["<e>"], turn=1, is_last=True) == ((3, 9), 1)
+    assert turn_start("<a>yes<e>", ["<a><think>", "<a>"], turn=1) == (3, 1)
 
 
 def test_a_turn_without_an_end_is_refused_unless_it_is_the_last() -> None:
     with pytest.raises(RowRejected, match="turn 1: no end-of-turn token after it"):
-        turn_span("<a>yes", ["<a>"], ["<e>"], turn=1, is_last=False)
-    assert turn_span("<a>yes", ["<a>"], ["<e>"], turn=1, is_last=True) == ((3, 6), 0)
+        turn_end("<a>yes", ["<e>"], 3, 6, turn=1, is_last=False)
+    assert turn_end("<a>yes", ["<e>"], 3, 6, turn=1, is_last=True) == 6
+
+
+def test_a_turn_that_the_length_limit_cuts_ends_there() -> None:
+    assert turn_end("<a>yes<e>\n<u>no<e>", ["<e>"], 3, 5, turn=1, is_last=False) == 5
 
 
 @given(st.text(max_size=60), st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=3))

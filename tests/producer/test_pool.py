@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from hiddenq.contracts.errors import UsageError
-from producer.blocks import read_blocks
 from producer.encoder import Encoder, EncoderSettings
+from producer.formats import read_blocks
 from producer.pool import encode_blocks
 from tests.producer.conftest import write_lines
 
@@ -82,7 +82,7 @@ def test_processes_end_with_the_one_that_started_them(data: Path, tmp_path: Path
         textwrap.dedent(
             f"""
             import pathlib, pickle, time
-            from producer.blocks import read_blocks
+            from producer.formats import read_blocks
             from producer.encoder import Encoder
             from producer.pool import encode_blocks
             if __name__ == "__main__":

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from hiddenq.contracts.shard import ShardFormat
 from producer import ProducerSettings, plan
-from producer.report import estimate_rate, length_bins, storage_choices
+from producer.histogram import LengthCounts
+from producer.outlook import estimate_rate, given_rate
+from producer.report import storage_choices
 from tests.producer.conftest import Produce, chat, make_model, write_lines
 
 REFERENCE = ShardFormat(
@@ -63,10 +65,13 @@ def test_a_plan_says_so_when_a_run_would_refuse_the_input(model: Path, tmp_path:
 def test_what_is_shown_holds_all_that_was_asked_for(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "rows.jsonl", rows())
     settings = ProducerSettings(model=str(model), data=(str(data),), target_layers="1,2")
-    report = plan(settings, tokens_per_second=1000.0, output=str(tmp_path / "out"), spool=tmp_path / "spool")
+    report = plan(
+        settings, find_rate=lambda model: given_rate(1000.0), output=str(tmp_path / "out"), spool=tmp_path / "spool"
+    )
     text = shown(report)
     for expected in ("303 (messages): 300 kept, 3 rejected", "row 302:", "lengths in tokens", "█", "padding ratio",
-                     "float8_e4m3fn", "1,000 tokens/s", "hours", "to spool and output", "room enough"):  # fmt: skip
+                     "float8_e4m3fn", "1,000 tokens/s", "hours", "spool and output must each take", "as given",
+                     "room enough"):  # fmt: skip
         assert expected in text, expected
     rate, (output, spool) = report.rate, report.rooms
     assert rate is not None
@@ -95,7 +100,7 @@ def test_the_reference_job_comes_out_near_nine_terabytes() -> None:
     assert chosen.num_bytes == pytest.approx(9e12, rel=0.02)
     assert choices["dflash", "float8_e4m3fn"].num_bytes == pytest.approx(chosen.num_bytes / 2, rel=0.01)
     assert choices["eagle3", "bfloat16"].num_bytes == pytest.approx(chosen.num_bytes * 3 / 5, rel=0.01)
-    rate = estimate_rate(34.5 * 193, num_tokens, NUM_REFERENCE_SAMPLES, chosen.num_bytes)
+    rate = estimate_rate(given_rate(34.5 * 193), num_tokens, NUM_REFERENCE_SAMPLES, chosen.num_bytes)
     assert rate.samples_per_second == pytest.approx(34.5)
     assert rate.hours == pytest.approx(7.36, rel=0.01)
     assert rate.bytes_per_second == pytest.approx(341e6, rel=0.01)
@@ -108,7 +113,11 @@ def test_a_long_context_shows_its_size_before_it_fills_a_disk() -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [16, 4096], list(range(1, 500))])
 def test_bins_hold_every_sample_once(lengths: list[int]) -> None:
-    bins = list(length_bins(np.array(lengths, np.int64)))
+    counts = LengthCounts(5000)
+    counts.add(np.array(lengths, np.int64))
+    bins = list(counts.bins())
+    assert counts.median == sorted(lengths)[len(lengths) // 2]
+    assert counts.longest == max(lengths)
     assert sum(found.num_samples for found in bins) == len(lengths)
     assert (bins[0].shortest, bins[-1].longest) == (lengths[0], lengths[-1])
     assert all(bins[number].longest + 1 == bins[number + 1].shortest for number in range(len(bins) - 1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from producer.conversation import RowRejected
+from producer.rejects import RowRejected
 from producer.template import ChatTemplate
 from tests.producer.conftest import chat
 from tests.producer.conversations import ROWS
