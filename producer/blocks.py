@@ -7,6 +7,7 @@ with it, but becomes the reason why.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,12 +74,32 @@ def encode_arrow(table: pa.Table) -> bytes:
 
 
 def _decode_batch(batch: pa.RecordBatch) -> list[Any]:
+    readers = {field.name: _reader(field.type) or _without_nulls for field in batch.schema}
     try:
-        return [{name: _without_nulls(value) for name, value in row.items()} for row in batch.to_pylist()]
+        return [{name: readers[name](value) for name, value in row.items()} for row in batch.to_pylist()]
     except (UnicodeDecodeError, ValueError, OverflowError):
         if batch.num_rows > 1:
             return [row for number in range(batch.num_rows) for row in _decode_batch(batch.slice(number, 1))]
-        return [RowRejected("bad_text", "a text that is not UTF-8, or a value that Python can't hold")]
+        return [RowRejected("bad_text", "a text that is not UTF-8 or not the JSON it should be, or too large a number")]
+
+
+def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What turns a value of an Arrow type with JSON in it into what that JSON says; None for a type without.
+
+    `datasets` stores as JSON what differs in type from row to row.
+    """
+    if isinstance(kind, pa.JsonType):
+        return lambda value: None if value is None else orjson.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if (item := _reader(kind.value_type)) is not None:
+            return lambda value: None if value is None else [item(element) for element in value]
+    elif pa.types.is_struct(kind):
+        fields = {field.name: _reader(field.type) or _without_nulls for field in kind}
+        if any(reader is not _without_nulls for reader in fields.values()):
+            return lambda value: (
+                value and {name: fields[name](field) for name, field in value.items() if field is not None}
+            )
+    return None
 
 
 def _without_nulls(value: Any) -> Any:

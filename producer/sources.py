@@ -20,8 +20,11 @@ from hiddenq.contracts.errors import DatasetError
 from hiddenq.contracts.run import DataFile
 from hiddenq.model_identity import hub_answers
 from hiddenq.storage import holds_credentials
+from producer.spill import needing_room
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet", ".arrow")
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""What lies beside the data of a hub dataset."""
 _READ_BYTES = 8 << 20
 
 
@@ -111,7 +114,9 @@ def _folder_files(folder: Path) -> list[Path]:
     files = sorted(
         file
         for file in folder.rglob("*")
-        if file.suffix in _SUFFIXES and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.suffix in _SUFFIXES
+        and file.name not in _NOT_DATA
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
     if not files:
         raise DatasetError(f"--data {folder}: no {', '.join(_SUFFIXES)} file in this folder")
@@ -149,19 +154,32 @@ def _hub_files(entry: str) -> list[InputFile]:
     if len(rest) > 2:
         raise DatasetError(f"--data {entry}: expected owner/name, owner/name:split or owner/name:config:split")
     config, split = (rest[0], rest[1]) if len(rest) == 2 else (None, rest[0] if rest else "train")
-    if not hub_answers():
-        raise DatasetError(f"--data {entry}: no such file, and the hub of datasets can't be reached from here")
+    is_reachable = hub_answers()
     import datasets
+    import huggingface_hub.constants
 
+    if not is_reachable:  # then its cache answers at once, where it would try for half a minute
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         dataset = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # every kind of failure in here has one cause: this dataset can't be used
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DatasetError(f"--data {entry}: not a file here, and the hub says: {first}") from error
+        if not is_reachable:
+            raise DatasetError(
+                f"--data {entry}: no such file, and not in the hub's cache on this machine; the hub of datasets can't "
+                "be reached from here"
+            ) from error
+        raise DatasetError(f"--data {entry}: not a file here, and the hub says: {_root_cause(error)}") from error
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if not files:
         raise DatasetError(f"--data {entry}: it holds no rows")
     return [InputFile(name=f"{entry}#{number}", path=file) for number, file in enumerate(files)]
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first line of what an error came from: `datasets` wraps it in some that say less."""
+    while cause := error.__cause__:
+        error = cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
@@ -181,7 +199,8 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
         found = []
         for number, key in enumerate(keys):
             path = folder / f"{number:05d}"
-            client.download_file(bucket, key, str(path))
+            with needing_room(folder):
+                client.download_file(bucket, key, str(path))
             found.append(InputFile(name=f"s3://{bucket}/{key}", path=path))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise DatasetError(f"--data {uri}: {error}") from error

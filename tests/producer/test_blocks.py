@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,52 @@ def test_null_fields_of_columnar_files_are_as_if_absent(tmp_path: Path) -> None:
     file = tmp_path / "data"
     pa.parquet.write_table(pa.Table.from_pylist(rows), file)
     assert read(file) == rows
+
+
+def test_json_inside_columnar_files_is_read_as_what_it_says(tmp_path: Path) -> None:
+    texts = ['"hi"', '[{"text": "a"}]', None, "{broken"]
+    contents = pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
+    turns = pa.StructArray.from_arrays([pa.array(["user"] * 4), contents], ["role", "content"])
+    file = tmp_path / "data"
+    pa.parquet.write_table(pa.table({"messages": pa.ListArray.from_arrays([0, 1, 2, 3, 4], turns)}), file)
+    *good, bad = read(file)
+    assert [row["messages"][0] for row in good] == [
+        {"role": "user", "content": "hi"}, {"role": "user", "content": [{"text": "a"}]}, {"role": "user"},
+    ]  # fmt: skip
+    assert isinstance(bad, RowRejected)
+    assert bad.reason == "bad_text"
+
+
+def peak_of_reading(file: Path) -> int:
+    """Bytes by which a process of its own grows while it reads a file."""
+    code = (
+        "import resource, sys, pathlib; from producer.formats import read_blocks\n"
+        "blocks = read_blocks([pathlib.Path(sys.argv[1])])\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "for block in blocks: pass\n"
+        "print((peak() - before) * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, check=True, timeout=120)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["zstd", "gzip", "parquet", "arrow file", "arrow stream"])
+def test_reading_takes_memory_for_a_piece_of_a_file_not_for_the_file(tmp_path: Path, kind: str) -> None:
+    text = "some words that repeat themselves " * 30
+    table = pa.table({"text": [text] * 150_000, "unread": [text] * 150_000})
+    file, num_bytes = tmp_path / "data", table.nbytes // 2
+    if kind == "parquet":
+        pa.parquet.write_table(table, file, row_group_size=1 << 20, compression="none", use_dictionary=False)
+    elif kind.startswith("arrow"):
+        with (pa.ipc.new_file if kind == "arrow file" else pa.ipc.new_stream)(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        lines = json.dumps({"text": text}).encode() + b"\n"
+        data = lines * (num_bytes // len(lines))
+        file.write_bytes(gzip.compress(data, 1) if kind == "gzip" else zstandard.compress(data))
+    del table
+    assert peak_of_reading(file) < 60 << 20 < num_bytes // 2
 
 
 @pytest.mark.parametrize("first", [b"[{}]", b"[]", b"[1, 2]", b"[" * 9, b'[{"broken'])
