@@ -1,7 +1,7 @@
 """Which devices `--devices` names, found without importing torch.
 
-Invariant: the answer is a list of torch device names, never empty; CUDA devices are counted as CUDA itself would
-number them, so `CUDA_VISIBLE_DEVICES` is honoured.
+Invariant: the answer is a list of torch device names, one a worker, never empty, and no GPU belongs to two of them;
+CUDA devices are counted as CUDA itself would number them, so `CUDA_VISIBLE_DEVICES` is honoured.
 """
 
 from __future__ import annotations
@@ -11,31 +11,44 @@ import os
 from hiddenq.contracts.errors import UsageError
 
 
-def resolve_devices(text: str) -> list[str]:
-    """`auto`, `cpu`, `cuda` (all there are) or `cuda:0,cuda:2` → device names.
+def resolve_devices(text: str, *, gpus_per_worker: int = 1) -> list[str]:
+    """`auto`, `cpu`, `cuda` (all there are) or `cuda:0,cuda:2` → each worker's device.
+
+    A worker with several GPUs has its device and those that follow it.
 
     Raises:
-        UsageError: a name that is no device, or a GPU that is not there.
+        UsageError: a name that is no device, a GPU that is not there, or one that two workers would share.
     """
-    found = num_cuda_devices()
-    if text == "auto":
-        return [f"cuda:{index}" for index in range(found)] or ["cpu"]
-    if text == "cuda":
-        if not found:
-            raise UsageError("--devices cuda: no NVIDIA GPU is visible here; `hiddenq doctor` says why")
-        return [f"cuda:{index}" for index in range(found)]
+    found, step = num_cuda_devices(), gpus_per_worker
+    if text == "cuda" and not found:
+        raise UsageError("--devices cuda: no NVIDIA GPU is visible here; `hiddenq doctor` says why")
+    if text in ("auto", "cuda"):
+        if 0 < found < step:
+            raise UsageError(f"--gpus-per-worker {step}: {found} GPUs are visible")
+        return [name_of(first) for first in range(0, found - step + 1, step)] or ["cpu"]
     devices = [name.strip() for name in text.split(",")]
+    taken: set[int] = set()
     for name in devices:
         if name == "cpu":
             continue
         kind, _, index = name.partition(":")
         if kind != "cuda" or not index.isdigit():
             raise UsageError(f"--devices {text}: {name!r} is no device; expected auto, cpu, cuda or cuda:0,cuda:1")
-        if int(index) >= found:
-            raise UsageError(f"--devices {text}: {name} is not there; {found} GPUs are visible")
-    if len(set(devices)) != len(devices) and devices != ["cpu"] * len(devices):
-        raise UsageError(f"--devices {text}: a GPU is named twice; one worker a GPU")
+        own = set(range(int(index), int(index) + step))
+        if max(own) >= found:
+            raise UsageError(f"--devices {text}: {name_of(max(own))} is not there; {found} GPUs are visible")
+        if own & taken:
+            raise UsageError(
+                f"--devices {text}: {name_of(min(own & taken))} would belong to two workers"
+                + (f" of {step} GPUs each (--gpus-per-worker)" if step > 1 else "")
+            )
+        taken |= own
     return devices
+
+
+def name_of(index: int) -> str:
+    """The torch name of a GPU."""
+    return f"cuda:{index}"
 
 
 def num_cuda_devices() -> int:

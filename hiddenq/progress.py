@@ -17,7 +17,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from hiddenq.contracts.errors import RedisAway
+from hiddenq.contracts.errors import RedisAway, UsageError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import RunRecord, fleet
 from hiddenq.monitor import RunStatus, run_status
@@ -101,10 +101,10 @@ class RunProgress:
         return self._status.committed.num_batches + self._status.num_dead_letters >= self._status.total.num_batches
 
     def refresh(self) -> None:
-        """Look again, and show it."""
+        """Look again, and show it; what can't be looked at (Redis is away, or has lost the run) stays as it was."""
         try:
             self._status = run_status(self._client, self._run)
-        except (RedisAway, redis.RedisError):
+        except (RedisAway, UsageError, redis.RedisError):
             return
         self._show()
 

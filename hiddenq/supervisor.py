@@ -23,6 +23,8 @@ from pathlib import Path
 from hiddenq.contracts.errors import UserError
 from hiddenq.telemetry import logger
 
+START_SECONDS = 120.0
+"""A process that was started so recently may not have been able to say anything yet: torch can take minutes to load."""
 PARENT_VARIABLE = "HIDDENQ_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
@@ -105,6 +107,15 @@ class Supervisor:
     def any_left(self) -> bool:
         """Whether any process runs or will be restarted."""
         return any(child.process or child.restart_at is not None for child in self._children)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether any process waits for its restart or was started just now: it is too early to miss it."""
+        now = time.monotonic()
+        return any(
+            child.restart_at is not None or (child.process and now - child.started < START_SECONDS)
+            for child in self._children
+        )
 
     def stop(self, grace_seconds: float) -> None:
         """SIGTERM to all, wait, then SIGKILL to what is left after the grace period."""

@@ -57,7 +57,8 @@ def produce(
     from hiddenq.model_identity import block_torch
 
     block_torch()
-    from hiddenq.delivery import DeliverySettings, LocationLock, Reaper, connect
+    from hiddenq.delivery import DeliverySettings, Reaper, connect
+    from hiddenq.owner import owned
     from hiddenq.produce import produce as produce_run
     from hiddenq.progress import TerminalProgress
     from hiddenq.storage import open_store
@@ -68,11 +69,12 @@ def produce(
     delivery = DeliverySettings()
     with (
         contextlib.closing(connect(queue.redis_url)) as client,
-        LocationLock(client, location.uri, settings=delivery, command="hiddenq worker"),
+        owned(client, location, settings=delivery, command="hiddenq worker") as check_owner,
         Reaper(client, delivery),
         TerminalProgress() as progress,
     ):
         report = produce_run(settings, location, store.settings, client, delivery=delivery, progress=progress)
+        check_owner()
     logger().info("enqueued", **asdict(report))
     return 0
 
@@ -104,7 +106,7 @@ def worker(
             ProcessSpec(
                 name=f"worker {device}", command=hiddenq_command("worker-process", "--device", device, *arguments)
             )
-            for device in resolve_devices(host.devices)
+            for device in resolve_devices(host.devices, gpus_per_worker=compute.gpus_per_worker)
         ],
     )
 

@@ -17,7 +17,7 @@ INDEX = "index.parquet"
 MANIFEST = "manifest.json"
 TARGET_HEAD = "target_head.safetensors"
 OWNER = "owner.json"
-"""There only while a `run` with an embedded Redis is going on."""
+"""There only while a `run` or a `produce` is going on."""
 STATES_PREFIX = "states/"
 TOKENS_PREFIX = "tokens/"
 

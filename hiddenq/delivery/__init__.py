@@ -7,14 +7,22 @@ The promise: at-least-once work, exactly one committed shard a batch, nothing lo
 store dies, at whatever moment. Where to read it:
 
     consumer.py     the one interface of both stages, with the diagram of a job's states
+    endings.py      its other half: how a claim ends
     lua/            every move as one atomic step, on the Redis server's clock; common.lua has the glossary of keys
     reaper.py       who calls whom dead, and on what evidence
     enqueue.py      from a plan to a bounded queue, as a reconciliation
 """
 
 from hiddenq.delivery.connection import connect
-from hiddenq.delivery.consumer import Consumer, worker_name
-from hiddenq.delivery.dead_letters import dead_letters, drop_dead, retry_dead
+from hiddenq.delivery.consumer import Consumer
+from hiddenq.delivery.dead_letters import (
+    dead_batches,
+    dead_letters,
+    drop_dead,
+    each_dead_letter,
+    num_dead,
+    retry_dead,
+)
 from hiddenq.delivery.enqueue import EnqueueReport, enqueue, restore_uploads
 from hiddenq.delivery.fleet import (
     FleetSnapshot,
@@ -25,10 +33,10 @@ from hiddenq.delivery.fleet import (
     drain,
     fleet,
     forget,
-    stuck_reason,
 )
 from hiddenq.delivery.ledger import Ledger, LedgerTotals
 from hiddenq.delivery.location import LocationLock
+from hiddenq.delivery.outlook import stuck_reason, uploads_of
 from hiddenq.delivery.reaper import Reaper, execution_is_dead, spool_file_names
 from hiddenq.delivery.runs import (
     RunRecord,
@@ -43,8 +51,10 @@ from hiddenq.delivery.runs import (
     self_checks,
 )
 from hiddenq.delivery.server import EmbeddedServer
+from hiddenq.delivery.server_guard import ServerGuard
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.transitions import Claim
+from hiddenq.delivery.whereabouts import worker_name
 
 __all__ = [
     "Claim",
@@ -60,14 +70,17 @@ __all__ = [
     "Reaper",
     "RunRecord",
     "RunState",
+    "ServerGuard",
     "SpoolState",
     "WorkerStatus",
     "batch_seconds",
     "cancel",
     "connect",
+    "dead_batches",
     "dead_letters",
     "drain",
     "drop_dead",
+    "each_dead_letter",
     "enqueue",
     "execution_is_dead",
     "fleet",
@@ -75,6 +88,7 @@ __all__ = [
     "list_runs",
     "load_run",
     "mark_finished",
+    "num_dead",
     "record_self_check",
     "restore_uploads",
     "retry_dead",
@@ -83,5 +97,6 @@ __all__ = [
     "self_checks",
     "spool_file_names",
     "stuck_reason",
+    "uploads_of",
     "worker_name",
 ]

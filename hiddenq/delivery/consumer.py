@@ -19,36 +19,29 @@ While Redis is away every call waits, and stage deadlines stand still.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self
+from typing import Self
 
 import redis
 
 from hiddenq import telemetry
-from hiddenq.contracts.errors import BadMessage, LeaseLost, RedisAway, UnknownSchema, UsageError
-from hiddenq.contracts.messages import BatchJob, LedgerEntry, ShardReady
+from hiddenq.contracts.errors import UsageError
 from hiddenq.contracts.reports import WorkerReport
-from hiddenq.delivery.connection import Patience, T
+from hiddenq.delivery.connection import Patience
 from hiddenq.delivery.departure import Departure
-from hiddenq.delivery.failures import failure_of, one_line
+from hiddenq.delivery.endings import Endings
 from hiddenq.delivery.held import HeldClaims
+from hiddenq.delivery.intake import Intake
 from hiddenq.delivery.jobs import M
 from hiddenq.delivery.keeper import Keeper
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.signals import StopSignals
-from hiddenq.delivery.transitions import Claim, Failure, RawClaim, Transitions, claim_of, new_executions
+from hiddenq.delivery.transitions import Claim, Transitions
 
 
-def worker_name(role: str) -> str:
-    """A name that no other process has, whatever container or host it runs on."""
-    return f"{role}-{telemetry.host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-class Consumer(Generic[M]):
+class Consumer(Endings[M]):
     """Claims jobs of one kind and ends them. Safe to call from several threads; a context manager.
 
     `queues` are tried in order. `report` says how the process is doing; it is asked at each heartbeat, and its spool is
@@ -66,14 +59,16 @@ class Consumer(Generic[M]):
         report: Callable[[], WorkerReport],
         on_stall: Callable[[Claim[M], str], None] | None = None,
     ) -> None:
+        self._ending = threading.Event()
+        super().__init__(
+            Transitions(client, settings),
+            HeldClaims(),
+            Patience(give_up=self._ending.is_set),
+            host=telemetry.host_name(),
+        )
         self.name = name
         self._client = client
-        self._message = message
         self._queues = [queues] if isinstance(queues, str) else list(queues)
-        self._moves = Transitions(client, settings)
-        self._settings = settings
-        self._host = telemetry.host_name()
-        self._held: HeldClaims[M] = HeldClaims()
         self._departure: Departure[M] = Departure(
             self._moves,
             self._held,
@@ -84,9 +79,15 @@ class Consumer(Generic[M]):
         )
         self.stopping = self._departure.stopping
         """Set by the first signal, or when the host is drained: claim no more."""
-        self._ending = threading.Event()
-        self._patiently = Patience(give_up=self._ending.is_set)
-        self._patiently_claim = Patience(give_up=self.stopping.is_set)
+        self._intake: Intake[M] = Intake(
+            self._moves,
+            self._held,
+            message,
+            name=name,
+            host=self._host,
+            stopping=self.stopping,
+            hand_back=self.hand_back,
+        )
         self._signals: StopSignals | None = None
         self._keeper = Keeper(
             client, self._moves, self._held, consumer=self, departure=self._departure, report=report, host=self._host
@@ -139,7 +140,12 @@ class Consumer(Generic[M]):
     @property
     def redis_away(self) -> bool:
         """Whether this process waits for Redis now."""
-        return self._patiently.waiting or self._patiently_claim.waiting or self._keeper.away
+        return self._patiently.waiting or self._intake.waiting or self._keeper.away
+
+    @property
+    def redis_epoch(self) -> str:
+        """The same text for as long as Redis keeps its data; known from the first heartbeat on."""
+        return self._keeper.epoch
 
     @property
     def queues(self) -> list[str]:
@@ -158,45 +164,7 @@ class Consumer(Generic[M]):
         Raises:
             UnknownSchema: a message of a newer hiddenq; everything was handed back, and this process should end.
         """
-        executions = new_executions(limit)
-        claims: list[Claim[M]] = []
-        for queue in self.queues:
-            if self.stopping.is_set() or not executions:
-                break
-            claims += self._read(self._claim_raw(queue, executions))
-            taken = {claim.execution for claim in claims}
-            executions = [execution for execution in executions if execution not in taken]
-        return claims
-
-    def _claim_raw(self, queue: str, executions: Sequence[str]) -> list[RawClaim]:
-        try:
-            return self._patiently_claim(
-                lambda: self._moves.claim(queue, worker=self.name, host=self._host, executions=executions)
-            )
-        except RedisAway:
-            return []  # stopping; if the reply was lost, leaving hands back what it held
-
-    def _read(self, raws: list[RawClaim]) -> list[Claim[M]]:
-        claims: list[Claim[M]] = []
-        for position, raw in enumerate(raws):
-            try:
-                claim = claim_of(raw, self._message)
-            except BadMessage as error:
-                self._refuse(raw, Failure(error=one_line(error), dead=True))
-                telemetry.logger().error("message_refused", job=raw.job_id, error=str(error), next="set aside")
-            except UnknownSchema:
-                for unread in raws[position:]:
-                    self._refuse(unread, Failure(error=""))
-                for read in claims:
-                    self.hand_back(read)
-                raise
-            else:
-                self._held.add(claim)
-                claims.append(claim)
-        return claims
-
-    def _refuse(self, raw: RawClaim, failure: Failure) -> None:
-        self._patiently(lambda: self._moves.give_back(raw.job_id, raw.execution, failure))
+        return [] if self.stopping.is_set() else self._intake.claim(self.queues, limit)
 
     def enter(self, claim: Claim[M], stage: str) -> None:
         """Enter a stage; it is in Redis when this returns, and its deadline runs from now.
@@ -228,81 +196,3 @@ class Consumer(Generic[M]):
         and also if Redis knows nothing of it: the caller then looks at the age of the file.
         """
         return self._keeper.execution_is_dead(execution)
-
-    # Ends of a claim
-
-    def publish(self, claim: Claim[BatchJob], shard: ShardReady) -> None:
-        """The batch's shard lies in the spool: extract job finished, upload job queued, lease released, in one step.
-
-        Raises:
-            LeaseLost: another execution owns the batch; the caller deletes its own file.
-        """
-        if not self._end(claim, lambda: self._moves.publish(claim.job_id, claim.execution, shard, host=self._host)):
-            self._lose(claim, f"{shard.file_name} is not published; delete it")
-
-    def commit(self, claim: Claim[ShardReady], entry: LedgerEntry) -> bool:
-        """The shard is in the store, its checksum confirmed: ledger entry (if the batch has none) and job finished.
-
-        Returns:
-            True if this shard is the batch's; False if another execution's is, and this one is a twin.
-
-        Raises:
-            LeaseLost: another uploader has this job now.
-        """
-        return self._settle(claim, entry) == "committed"
-
-    def finish(self, claim: Claim[ShardReady]) -> None:
-        """There is nothing to commit: the batch has its shard already.
-
-        Raises:
-            LeaseLost: another uploader has this job now.
-        """
-        self._settle(claim, None)
-
-    def _settle(self, claim: Claim[ShardReady], entry: LedgerEntry | None) -> str:
-        verdict = self._end(claim, lambda: self._moves.settle(claim.job_id, claim.execution, claim.message, entry))
-        if verdict == "lost":
-            self._lose(claim, f"{claim.message.file_name} is not committed")
-        return verdict
-
-    def remake(self, claim: Claim[ShardReady], reason: str) -> Literal["remade", "dead", "held", "committed"]:
-        """The shard is lost or damaged: the upload job ends and its batch goes back to the GPU.
-
-        Returns:
-            "remade"; "dead" if it was made again too often; "held" if another execution of the batch is on its way
-            already; "committed" if the batch needs nothing more.
-
-        Raises:
-            LeaseLost: another uploader has this job now.
-        """
-        verdict = self._end(claim, lambda: self._moves.remake(claim.message, execution=claim.execution, error=reason))
-        if verdict == "lost":
-            self._lose(claim, f"{claim.message.file_name} is not made again")
-        return verdict
-
-    def fail(self, claim: Claim[M], error: BaseException, *, device: str = "") -> Literal["retry", "dead", "lost"]:
-        """The execution failed; the class of `error` says what happens next (failures.py)."""
-        if isinstance(error, LeaseLost):
-            self._held.remove(claim)
-            return "lost"
-        failure = failure_of(error, self._settings, device=device)
-        verdict = self._end(claim, lambda: self._moves.give_back(claim.job_id, claim.execution, failure))
-        telemetry.logger().warning(
-            "execution_failed", job=claim.job_id, attempt=claim.attempt, error=failure.error, next=verdict
-        )
-        return verdict
-
-    def hand_back(self, claim: Claim[M], *, delay_seconds: float = 0.0) -> None:
-        """Give the job back uncharged: to the front, or after a delay. A claim that is lost is simply let go."""
-        failure = Failure(error="", delay_seconds=delay_seconds)
-        self._end(claim, lambda: self._moves.give_back(claim.job_id, claim.execution, failure))
-
-    def _end(self, claim: Claim[Any], move: Callable[[], T]) -> T:
-        """Make the move that ends a claim; whatever it says, the claim is held no longer."""
-        verdict = self._patiently(move)
-        self._held.remove(claim)
-        return verdict
-
-    def _lose(self, claim: Claim[Any], what: str) -> NoReturn:
-        self._held.remove(claim)
-        raise LeaseLost(f"{claim.job_id}: execution {claim.execution} lost its lease to another one; {what}")

@@ -7,12 +7,14 @@ Invariant: a dead letter is a failed job of RQ, and its story is that job's resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import redis
 
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UnknownSchema
 from hiddenq.contracts.manifest import Attempt, DeadLetter
 from hiddenq.contracts.messages import BatchJob, ShardReady
@@ -20,12 +22,49 @@ from hiddenq.delivery import jobs
 from hiddenq.delivery.connection import away_errors, raw, text
 from hiddenq.delivery.scripts import Scripts
 
+CHUNK = 500
+"""Dead letters read or moved in one request."""
 
-def dead_letters(client: redis.Redis, run: str) -> list[DeadLetter]:
-    """The run's dead letters, oldest first. Messages that nobody could read are counted by `fleet`, not listed."""
+
+def dead_letters(client: redis.Redis, run: str, *, limit: int | None = None) -> list[DeadLetter]:
+    """The run's dead letters, oldest first, all or the first `limit`.
+
+    Messages that nobody could read are counted by `fleet`, not listed.
+    """
+    return list(itertools.islice(each_dead_letter(client, run), limit))
+
+
+def each_dead_letter(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> Iterator[DeadLetter]:
+    """The same one by one (or those of some batches): a hundred thousand of them are never in memory together."""
+    for chunk in _chunks(_dead_jobs(client, run, batch_ids)):
+        pipeline: Any = client.pipeline(transaction=False)
+        for job_id in chunk:
+            pipeline.hgetall(f"rq:job:{job_id}")
+            pipeline.xrange(f"rq:results:{job_id}")
+        with away_errors():
+            answers = iter(pipeline.execute())
+        for job, results in zip(answers, answers, strict=True):
+            if letter := _letter({text(name): raw(value) for name, value in job.items()}, results):
+                yield letter
+
+
+def dead_batches(client: redis.Redis, run: str, *, queue: str | None = None) -> set[str]:
+    """Ids of the batches that have a dead letter (of one queue only, if given), without their stories."""
+    found: set[str] = set()
+    for chunk in _chunks(_dead_jobs(client, run, None)):
+        pipeline: Any = client.pipeline(transaction=False)
+        for job_id in chunk:
+            pipeline.hmget(f"rq:job:{job_id}", "batch_id", "origin")
+        with away_errors():
+            answers = pipeline.execute()
+        found |= {text(batch_id) for batch_id, origin in answers if batch_id and queue in (None, text(origin))}
+    return found
+
+
+def num_dead(client: redis.Redis, run: str) -> int:
+    """How many dead letters the run has; one request, however many they are."""
     with away_errors():
-        letters = [_letter(client, job_id) for job_id in _dead_jobs(client, run)]
-    return [letter for letter in letters if letter]
+        return int(client.zcard(_key(run)))
 
 
 def retry_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> int:
@@ -39,30 +78,40 @@ def drop_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = N
 
 
 def _act(client: redis.Redis, run: str, batch_ids: Sequence[str] | None, action: str) -> int:
+    scripts, num = Scripts(client), 0
+    for chunk in _chunks(_dead_jobs(client, run, batch_ids)):
+        with away_errors():
+            num += int(scripts.run("dead_letter", action=action, jobs=chunk))
+    return num
+
+
+def _dead_jobs(client: redis.Redis, run: str, batch_ids: Sequence[str] | None) -> list[str]:
+    """Ids of the run's dead jobs: a batch's extract job, or an upload job of it (its id has the batch's in front)."""
     with away_errors():
-        chosen = [
-            job_id
-            for job_id in _dead_jobs(client, run)
-            if batch_ids is None or text(client.hget(f"rq:job:{job_id}", "batch_id")) in batch_ids
-        ]
-        return int(Scripts(client).run("dead_letter", action=action, jobs=chosen)) if chosen else 0
+        found = [text(job_id) for job_id in client.zrange(_key(run), 0, -1)]
+    if batch_ids is None:
+        return found
+    wanted = {names.extract_job_id(run, batch_id) for batch_id in batch_ids}
+    return [job_id for job_id in found if job_id in wanted or job_id.rpartition("-")[0] in wanted]
 
 
-def _dead_jobs(client: redis.Redis, run: str) -> list[str]:
-    return [text(job_id) for job_id in client.zrange(f"hiddenq:run:{run}:dead", 0, -1)]
+def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(job_ids), CHUNK):
+        yield list(job_ids[start : start + CHUNK])
 
 
-def _letter(client: redis.Redis, job_id: str) -> DeadLetter | None:
-    job = {text(name): raw(value) for name, value in client.hgetall(f"rq:job:{job_id}").items()}
+def _key(run: str) -> str:
+    return f"hiddenq:run:{run}:dead"
+
+
+def _letter(job: dict[str, bytes], results: list[tuple[bytes, dict[bytes, bytes]]]) -> DeadLetter | None:
     if job.get("status") != b"failed":
         return None
-    queue = job["origin"].decode()
+    queue, data = job["origin"].decode(), job["data"]
     try:
-        data = job["data"]
         batch = jobs.unpack(data, BatchJob) if jobs.run_of(queue) else jobs.unpack(data, ShardReady).batch
     except (BadMessage, UnknownSchema):
         return None
-    results: Any = client.xrange(f"rq:results:{job_id}")
     attempts = [_attempt(text(entry_id), fields) for entry_id, fields in results if b"error" in fields]
     return DeadLetter(batch=batch, queue=queue, reason=_last_line(job["exc_info"]), attempts=tuple(attempts))
 

@@ -1,4 +1,4 @@
-"""The fleet as Redis sees it: the source of `status`, of the monitor and of the decision that a run is stuck.
+"""The fleet as Redis sees it: the source of `status`, of the monitor and of what can be expected (outlook.py).
 
 Invariant: looking changes nothing. No call of RQ's own is made here, because its counts clean up as they count.
 A worker that was once seen stays expected until its host is drained or forgotten, or it withdrew at its end: so a dead
@@ -18,6 +18,7 @@ from hiddenq.contracts.errors import BadMessage, UnknownSchema
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery import jobs
 from hiddenq.delivery.connection import away_errors, raw, text
+from hiddenq.delivery.dead_letters import num_dead
 from hiddenq.delivery.ledger import Ledger, LedgerTotals
 from hiddenq.delivery.runs import RunRecord, State, list_runs, run_state
 
@@ -59,6 +60,8 @@ class SpoolState:
     age_seconds: float
     alive: bool
     """Under the time after which its shards are made again elsewhere."""
+    silent: bool
+    """For a lease: no process on it lives."""
 
 
 @dataclass(frozen=True)
@@ -115,32 +118,13 @@ def fleet(client: redis.Redis) -> FleetSnapshot:
                     record,
                     run_state(client, record.run),
                     Ledger(client, record.run).totals(),
-                    int(client.zcard(f"hiddenq:run:{record.run}:dead")),
+                    num_dead(client, record.run),
                 )
                 for record in records
             ),
             memory_bytes=int(memory["used_memory"]),
             memory_limit_bytes=int(memory["maxmemory"]),
         )
-
-
-def stuck_reason(snapshot: FleetSnapshot, run: str) -> str | None:
-    """Why nothing that lives could bring the run to its end; None while something can, or nothing is left to do."""
-    extract = [queue for queue in snapshot.queues if queue.run == run]
-    if any(queue.num_waiting + queue.num_started + queue.num_delayed for queue in extract) and not any(
-        worker.live and worker.report.role == "gpu_worker" and worker.report.run in (run, None)
-        for worker in snapshot.workers
-    ):
-        return f"batches of run {run} wait, and no GPU worker that could take them is alive"
-    alive = {spool.spool_id for spool in snapshot.spools if spool.alive}
-    uploading = {
-        worker.report.spool_id for worker in snapshot.workers if worker.live and worker.report.role == "uploader"
-    }
-    for queue in snapshot.queues:
-        waiting = queue.num_waiting + queue.num_started + queue.num_delayed
-        if queue.spool_id in alive - uploading and waiting:
-            return f"{waiting} shards wait in spool {queue.spool_id}, and no uploader of it is alive"
-    return None
 
 
 def drain(client: redis.Redis, host: str) -> int:
@@ -212,11 +196,11 @@ def _workers(client: redis.Redis, now: float, records: list[RunRecord]) -> Itera
 
 
 def _spools(client: redis.Redis, now: float, records: list[RunRecord]) -> Iterator[SpoolState]:
-    dead = _longest(records, "spool_dead_seconds", 600.0)
+    dead, lease = _longest(records, "spool_dead_seconds", 600.0), _longest(records, "lease_seconds", 30.0)
     for spool_id, seen in _scores(client, "hiddenq:spools"):
         age = max(0.0, now - seen)
         host = text(client.hget(f"hiddenq:spool:{spool_id}", "host") or "")
-        yield SpoolState(spool_id, host, age, age < dead)
+        yield SpoolState(spool_id, host, age, alive=age < dead, silent=age >= lease)
 
 
 def _scores(client: redis.Redis, key: str) -> list[tuple[str, float]]:

@@ -60,6 +60,8 @@ class Keeper(Generic[M]):
         host: str,
     ) -> None:
         self.away = False
+        self.epoch = ""
+        """The epoch of Redis at the last heartbeat: another one after it lost its data."""
         self.entry = ""
         """Under what the process is expected: its role and target, the same after a restart."""
         self._moves = moves
@@ -108,6 +110,9 @@ class Keeper(Generic[M]):
                 host=self._host,
                 claims=self._held.members(),
             )
+        if self.epoch not in ("", beat.epoch):
+            telemetry.logger().warning("redis_lost_its_data", next="what is held is lost, and is claimed anew")
+        self.epoch = beat.epoch
         for claim in self._held.mark_lost(beat.lost):
             telemetry.logger().warning("lease_lost", job=claim.job_id, execution=claim.execution)
         if beat.drained and not self._consumer.stopping.is_set():

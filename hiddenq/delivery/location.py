@@ -1,13 +1,13 @@
 """One `run` at a time on an output location.
 
 Invariant: the owner is named by a key that lives only as long as its process renews it; so a location is free again
-within a lease of its owner's death, and at once if that owner was on this host and its process is gone.
+within a lease of its owner's death, and at once if that owner can be seen from here and its process is gone. An owner
+whose key someone else has taken meanwhile (it was stopped for longer than a lease) learns so: `check` raises.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import threading
 from types import TracebackType
@@ -19,6 +19,7 @@ from hiddenq import telemetry
 from hiddenq.contracts.errors import RedisAway, RunMismatch
 from hiddenq.delivery.connection import Patience, away_errors, raw
 from hiddenq.delivery.settings import DeliverySettings
+from hiddenq.delivery.whereabouts import is_gone, whereabouts
 
 _RENEW = """
 -- The owner's key lives on (ARGV[2] > 0, milliseconds) or ends, if it is still this owner's (ARGV[1]).
@@ -42,7 +43,8 @@ class LocationLock:
         self._command = command
         self._milliseconds = int(settings.lease_seconds * 1000)
         self._seconds = settings.renew_seconds
-        self._value = json.dumps({"host": telemetry.host_name(), "pid": os.getpid(), "token": secrets.token_hex(8)})
+        self._value = json.dumps({**whereabouts(), "token": secrets.token_hex(8)})
+        self._is_lost = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="location", daemon=True)
         self._renew = client.register_script(_RENEW)
@@ -52,6 +54,11 @@ class LocationLock:
         """Whether anyone holds a location now."""
         with away_errors():
             return bool(client.exists(_key(location)))
+
+    def check(self) -> None:
+        """Raise `RunMismatch` if someone else holds the location by now."""
+        if self._is_lost:
+            raise self._refusal()
 
     def __enter__(self) -> Self:
         Patience()(self._acquire)
@@ -76,39 +83,33 @@ class LocationLock:
             RunMismatch: someone else has it.
         """
         found = self._client.get(self._key)
-        if found and owner_is_gone(json.loads(raw(found))):
-            self._client.delete(self._key)
-        if self._client.set(self._key, self._value, nx=True, px=self._milliseconds):
-            return
-        owner = json.loads(raw(self._client.get(self._key)) or b"{}")
-        if owner != json.loads(self._value):
-            raise RunMismatch(
-                f"{self._location} is being run by process {owner.get('pid')} on {owner.get('host')}; "
-                f"to join it: {self._command}"
-            )
+        if found and is_gone(json.loads(raw(found))):
+            self._renew(keys=[self._key], args=[found, 0])
+        if not self._take():
+            raise self._refusal()
+
+    def _take(self) -> bool:
+        """Whether the location is this owner's: it was already, or nobody's."""
+        taken = self._client.set(self._key, self._value, nx=True, px=self._milliseconds)
+        return bool(taken) or raw(self._client.get(self._key)) == self._value.encode()
+
+    def _refusal(self) -> RunMismatch:
+        with away_errors():
+            owner: dict[str, Any] = json.loads(raw(self._client.get(self._key)) or b"{}")
+        return RunMismatch(
+            f"{self._location} is being run by process {owner.get('pid')} on {owner.get('host')}; "
+            f"to join it: {self._command}"
+        )
 
     def _work(self) -> None:
         while not self._closing.wait(self._seconds):
             try:
                 with away_errors():
-                    if not self._renew(keys=[self._key], args=[self._value, self._milliseconds]):
-                        self._client.set(self._key, self._value, nx=True, px=self._milliseconds)
+                    renewed = self._renew(keys=[self._key], args=[self._value, self._milliseconds])
+                    self._is_lost = not (renewed or self._take())
             except RedisAway as error:
                 telemetry.logger().debug("location_waits", error=str(error))
 
 
 def _key(location: str) -> str:
     return f"hiddenq:owner:{location}"
-
-
-def owner_is_gone(owner: dict[str, Any]) -> bool:
-    """Whether an owner (`host`, `pid`) was on this host and its process exists no more."""
-    if owner.get("host") != telemetry.host_name():
-        return False
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, ValueError, TypeError):
-        return True
-    except PermissionError:
-        return False
-    return False

@@ -3,6 +3,10 @@
 Invariant: the server belongs to its data folder, not to the process that started it. It outlives its client (so a
 killed `run` loses nothing), is found again by that folder, listens on loopback only, and its password is in a file that
 only the owner can read. Its settings are those that the delivery promise rests on (binary.py).
+
+There is never a second server on a folder. The server itself holds a lock on a file in it (it inherits the open file,
+and the kernel lets go when it dies), which every process of its machine sees, in whatever container; and server.json
+names the machine, because a lock on a shared file system may be seen by one machine alone.
 """
 
 from __future__ import annotations
@@ -19,17 +23,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import redis
 
-from hiddenq.contracts.errors import RedisRefused
+from hiddenq.contracts.errors import RedisRefused, RunMismatch
 from hiddenq.delivery.binary import find_server_program, server_config
 from hiddenq.delivery.connection import connect, never_again, text
+from hiddenq.delivery.whereabouts import is_gone, is_same_world, this_world, whereabouts
 
 START_SECONDS = 60.0
 """Longest wait for a start; an append-only file of millions of commands takes seconds to load."""
 STOP_SECONDS = 30.0
+LOCK_SECONDS = 5.0
+"""A server that was killed may have a child that still writes; it holds the lock so long at most."""
 POLL_SECONDS = 0.02
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -56,18 +63,25 @@ class EmbeddedServer:
         return self.data_dir / "password"
 
     @classmethod
-    def start(cls, data_dir: Path, *, port: int | None = None) -> Self:
+    def start(cls, data_dir: Path, *, port: int | None = None, password: str | None = None) -> Self:
         """Start the server of a data folder, or find it running.
+
+        `port` and `password` are those of a former server; None for a free port and for the folder's own password.
 
         Raises:
             UsageError: no server program.
+            RunMismatch: a server that can't be reached from here runs on the folder, or may do so.
             RedisRefused: it did not come up; its own last words are in the text.
         """
         data_dir = data_dir.resolve()
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(data_dir):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_locked(data_dir))
             if running := cls.find(data_dir):
                 return running
+            lifeline = stack.enter_context(_lifeline(data_dir))
+            if password:
+                _write_private(data_dir / "password", password)
             password, port = _password(data_dir), port or _free_port()
             config = data_dir / "redis.conf"
             _write_private(config, server_config(port=port, folder=data_dir, password=password))
@@ -78,23 +92,31 @@ class EmbeddedServer:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
+                    pass_fds=(lifeline,),
                 )
             server = cls(data_dir, port, process.pid, password)
             server._await_start(process)
             _children[process.pid] = process
-            _write_private(data_dir / "server.json", json.dumps({"port": port, "pid": process.pid}))
+            _write_private(data_dir / "server.json", json.dumps({"port": port, **whereabouts(process.pid)}))
             return server
 
     @classmethod
     def find(cls, data_dir: Path) -> Self | None:
         """The server that runs on a data folder; None if none does."""
         data_dir = data_dir.resolve()
+        known = _known(data_dir)
         try:
-            known = json.loads((data_dir / "server.json").read_text())
             server = cls(data_dir, int(known["port"]), int(known["pid"]), (data_dir / "password").read_text())
         except (OSError, ValueError, KeyError):
             return None
         return server if server._is_ours() else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process still runs, as far as can be told from here; it may be loading, or full."""
+        if child := _children.get(self.pid):
+            return child.poll() is None
+        return not is_gone(_known(self.data_dir))
 
     def connect(self) -> redis.Redis:
         """A client of it."""
@@ -107,8 +129,12 @@ class EmbeddedServer:
         takes Valkey four seconds.
         """
         if self._is_ours():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            if is_same_world(_known(self.data_dir)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            else:  # its process id means something else here
+                with self._plain_client() as client, contextlib.suppress(redis.RedisError):
+                    client.shutdown(nosave=True)
         deadline = time.monotonic() + STOP_SECONDS
         while self._is_ours() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -156,6 +182,39 @@ def _locked(data_dir: Path) -> Iterator[None]:
     with (data_dir / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _lifeline(data_dir: Path) -> Iterator[int]:
+    """A locked file for a server to inherit: while it lives, nobody on its machine can lock it again.
+
+    Raises:
+        RunMismatch: someone has it, or another machine may.
+    """
+    known, here = _known(data_dir), this_world()
+    where = f"{data_dir}: the embedded Redis of this location runs on {known.get('host')} (process {known.get('pid')})"
+    if known and known.get("boot") != here["boot"] and known.get("host") != here["host"]:
+        raise RunMismatch(f"{where}, or did when that machine died; ask there, or delete server.json if it is gone")
+    with (data_dir / "lifeline").open("w") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RunMismatch(f"{where} and can't be reached from here; ask there") from None
+            time.sleep(POLL_SECONDS)
+        yield file.fileno()
+
+
+def _known(data_dir: Path) -> dict[str, Any]:
+    """What server.json says; {} if it says nothing."""
+    try:
+        known = json.loads((data_dir / "server.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _password(data_dir: Path) -> str:

@@ -26,6 +26,8 @@ class DeliverySettings(Frozen):
     """Charged failures after which a batch is a dead letter."""
     retry_delays: tuple[float, ...] = Field(default=(10.0, 60.0, 300.0), min_length=1)
     """Seconds before the second, third, … attempt; the last one repeats."""
+    deaths_until_alone: int = Field(default=3, ge=1)
+    """Deaths of its process, none charged, after which a job is given out alone, so that it answers for the next."""
     max_remakes: int = Field(default=2, ge=0)
     """Times that a batch is made again because its shard was lost or damaged before its commit."""
     spool_dead_seconds: float = Field(default=600.0, gt=0)

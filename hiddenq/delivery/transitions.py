@@ -67,6 +67,8 @@ class Beat:
     now: float
     """The Redis server's clock."""
     drained: bool
+    epoch: str
+    """The same for as long as Redis keeps its data."""
     lost: frozenset[str]
     """Executions whose lease is gone."""
 
@@ -78,21 +80,23 @@ class Transitions:
         self.settings = settings
         self._run = Scripts(client).run
 
-    def claim(self, queue: str, *, worker: str, host: str, executions: Sequence[str]) -> list[RawClaim]:
+    def claim(
+        self, queues: str | Sequence[str], *, worker: str, host: str, executions: Sequence[str]
+    ) -> list[RawClaim]:
         """Take up to as many jobs as there are executions; the same executions again give the same claims again."""
         answer = self._run(
             "claim",
-            queue=queue,
+            queues=[(queue, jobs.run_of(queue)) for queue in ([queues] if isinstance(queues, str) else queues)],
             worker=worker,
             host=host,
             lease_seconds=self.settings.lease_seconds,
-            run=jobs.run_of(queue),
+            deaths_until_alone=self.settings.deaths_until_alone,
             max_data_bytes=jobs.MAX_DATA_BYTES,
             executions=list(executions),
         )
         return [
-            RawClaim(job.decode(), queue, execution.decode(), data, int(attempts))
-            for job, execution, data, attempts in zip(*(iter(answer),) * 4, strict=True)
+            RawClaim(job.decode(), queue.decode(), execution.decode(), data, int(attempts))
+            for job, queue, execution, data, attempts in zip(*(iter(answer),) * 5, strict=True)
         ]
 
     def enter(self, job_id: str, execution: str, stage: str) -> bool:
@@ -113,7 +117,7 @@ class Transitions:
         claims: Sequence[tuple[str, str]],
     ) -> Beat:
         """Register, renew `claims` (job id, execution), report, keep the spool alive."""
-        now, drained, *lost = self._run(
+        now, drained, epoch, *lost = self._run(
             "beat",
             worker=worker,
             queues=list(queues),
@@ -126,7 +130,7 @@ class Transitions:
             lease_seconds=self.settings.lease_seconds,
             claims=list(claims),
         )
-        return Beat(float(now), bool(drained), frozenset(execution.decode() for execution in lost))
+        return Beat(float(now), bool(drained), epoch.decode(), frozenset(execution.decode() for execution in lost))
 
     def publish(self, job_id: str, execution: str, shard: ShardReady, *, host: str) -> bool:
         """Finish an extract job and queue its upload; False if the claim is lost."""

@@ -53,7 +53,7 @@ def run_status(client: redis.Redis, run: str | None = None) -> RunStatus:
     look = Look.take(client)
     state = look.snapshot.run(record.run)
     assert state is not None, f"run {record.run} is in the list of runs and not in the fleet"
-    letters = dead_letters(client, record.run) if state.num_dead else []
+    letters = dead_letters(client, record.run, limit=MAX_LETTERS) if state.num_dead else []
     return look.status_of(state, batch_seconds(client, record.run), letters)
 
 

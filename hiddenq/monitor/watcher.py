@@ -20,7 +20,7 @@ from hiddenq.contracts.metrics import MonitorMetrics, Sample
 from hiddenq.delivery import DeliverySettings, FleetSnapshot, Reaper, batch_seconds, connect, dead_letters
 from hiddenq.monitor.exporter import samples_of, samples_without_redis
 from hiddenq.monitor.model import RunStatus
-from hiddenq.monitor.status import Look
+from hiddenq.monitor.status import MAX_LETTERS, Look
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Watcher:
         for state in look.snapshot.runs:
             run = state.record.run
             if self._letters.get(run, (0, []))[0] != state.num_dead:
-                self._letters[run] = (state.num_dead, dead_letters(client, run))
+                self._letters[run] = (state.num_dead, dead_letters(client, run, limit=MAX_LETTERS))
             statuses.append(look.status_of(state, batch_seconds(client, run), self._letters.get(run, (0, []))[1]))
         return Seen(look.snapshot, tuple(statuses)), list(samples_of(look, statuses))
 

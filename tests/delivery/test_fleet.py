@@ -1,4 +1,4 @@
-"""What the fleet's snapshot says, and what draining, forgetting and getting stuck mean."""
+"""What the fleet's snapshot says, and what draining and forgetting mean."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from hiddenq.delivery import (
     run_state,
     save_run,
     self_checks,
-    stuck_reason,
     worker_name,
 )
-from tests.delivery.conftest import FAST, OTHER_SPOOL, SPOOL, Bench, entry, record, report, shard
+from tests.delivery.conftest import FAST, SPOOL, Bench, entry, record, report, shard
 from tests.support.waiting import wait_until
 
 
@@ -101,21 +100,6 @@ def test_a_drained_host_finishes_what_it_holds_and_starts_nothing(
     forget(bench.client, "h")
     with again:
         assert again.claim()
-
-
-def test_a_run_that_nobody_can_finish_says_why(bench: Bench) -> None:
-    bench.enqueue(2)
-    assert "no GPU worker that could take them is alive" in (stuck_reason(fleet(bench.client), "run") or "")
-    worker = bench.gpu_worker()
-    assert stuck_reason(fleet(bench.client), "run") is None
-    bench.run_all(worker)
-    reason = stuck_reason(fleet(bench.client), "run") or ""
-    assert reason == f"2 shards wait in spool {SPOOL}, and no uploader of it is alive"
-    elsewhere = bench.uploader(OTHER_SPOOL, report=lambda: report("uploader", OTHER_SPOOL, target="u"))
-    assert stuck_reason(fleet(bench.client), "run") == reason
-    elsewhere.close(withdraw=True)
-    bench.upload_all(bench.uploader())
-    assert stuck_reason(fleet(bench.client), "run") is None
 
 
 def test_runs_are_found_by_name_or_because_there_is_only_one(bench: Bench) -> None:

@@ -11,11 +11,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hiddenq.contracts.errors import LeaseLost
-from hiddenq.delivery import DeliverySettings, Reaper, dead_letters
+from hiddenq.delivery import DeliverySettings, Reaper, dead_letters, retry_dead
 from hiddenq.delivery.reaper import Look, Reaping, Watch
 from hiddenq.delivery.scripts import Scripts
-from hiddenq.delivery.transitions import Transitions
-from tests.delivery.conftest import FAST, FASTER, Bench, shard
+from hiddenq.delivery.transitions import Failure, Transitions, new_executions
+from tests.delivery.conftest import FAST, FASTER, SPOOL, Bench, shard
 from tests.support.waiting import wait_until
 
 
@@ -60,6 +60,76 @@ def test_a_batch_that_kills_its_process_is_set_aside_after_its_attempts_with_gro
     assert {(attempt.host, attempt.worker) for attempt in letter.attempts} == {("gone", "dead")}
     assert all("died or lost its lease while this batch was on its GPU" in attempt.error for attempt in letter.attempts)
     assert letter.reason == "died on the GPU 4 times"
+
+
+def die_holding(bench: Bench, queue: str, worker: str, *, stage: str = "") -> list[str]:
+    """Claim all there is, bring the first job to a stage, and be heard of no more; returns the job ids held."""
+    moves = Transitions(bench.client, FASTER)
+    raws = moves.claim(queue, worker=worker, host="gone", executions=new_executions(5))
+    if raws and stage:
+        moves.enter(raws[0].job_id, raws[0].execution, stage)
+    return [raw.job_id for raw in raws]
+
+
+def reaped(bench: Bench, num: int, queue: str) -> None:
+    """Wait until so many jobs wait again."""
+    wait_until(lambda: bench.client.llen(f"rq:queue:{queue}") == num and not bench.client.zcard("hiddenq:leases"))
+
+
+@pytest.mark.parametrize("kind", ["upload", "extract"])
+def test_a_job_that_kills_its_process_off_the_gpu_is_set_aside_and_no_innocent_is_charged(
+    bench: Bench, kind: str
+) -> None:
+    bench.enqueue(3)
+    queue = "hiddenq-extract-run"
+    if kind == "upload":
+        bench.run_all(bench.gpu_worker())
+        queue = f"hiddenq-upload-{SPOOL}"
+    poison = bench.client.lindex(f"rq:queue:{queue}", 0).decode()
+    with Reaper(bench.client, FASTER):
+        for number in range(FASTER.deaths_until_alone):
+            assert poison in die_holding(bench, queue, f"w{number}", stage="put")
+            reaped(bench, 3, queue)
+        for number in range(FASTER.max_attempts):
+            wait_until(lambda: bench.client.zcard("hiddenq:delayed") == 0)
+            held = die_holding(bench, queue, f"alone{number}", stage="put")
+            while held != [poison]:  # the innocents are as suspect by now, and each is given out alone
+                assert len(held) == 1
+                moves = Transitions(bench.client, FASTER)
+                [execution] = [
+                    name.decode().rpartition(":")[2] for name in bench.client.zrange("hiddenq:leases", 0, -1)
+                ]
+                assert moves.claim(queue, worker=f"alone{number}", host="gone", executions=new_executions(5)) == []
+                assert moves.give_back(held[0], execution, Failure(error="", delay_seconds=0)) == "retry"
+                bench.client.rpoplpush(f"rq:queue:{queue}", f"rq:queue:{queue}")
+                held = die_holding(bench, queue, f"alone{number}", stage="put")
+            wait_until(lambda: not bench.client.zcard("hiddenq:leases"))
+        wait_until(lambda: bench.status(poison) == "failed")
+    [letter] = dead_letters(bench.client, "run")
+    assert [attempt.number for attempt in letter.attempts] == [1, 2, 3, 4]
+    assert all("while it held nothing but this job, in stage put" in attempt.error for attempt in letter.attempts)
+    assert letter.reason == "its process died 4 times"
+    innocents = [job.decode() for job in bench.client.lrange(f"rq:queue:{queue}", 0, -1)]
+    assert len(innocents) == 2
+    assert {bench.client.hget(f"rq:job:{job}", "attempts") for job in innocents} == {None}
+    assert retry_dead(bench.client, "run") == 1
+    assert bench.client.hget(f"rq:job:{poison}", "deaths") is None
+
+
+def test_a_worker_that_holds_something_waits_for_a_suspect_that_is_to_be_alone(bench: Bench) -> None:
+    bench.enqueue(3)
+    worker = bench.gpu_worker()
+    [first] = worker.claim(1)
+    bench.client.hset("rq:job:run-000001", "deaths", FAST.deaths_until_alone)
+    assert worker.claim(2) == [], "it would not be alone"
+    other = bench.gpu_worker()
+    [suspect] = other.claim(2)
+    assert suspect.message.batch_id == "000001"
+    assert other.claim(2) == []
+    assert [claim.message.batch_id for claim in worker.claim(2)] == ["000002"]
+    for holder, claim in ((worker, first), (other, suspect)):
+        holder.enter(claim, "gpu")
+        holder.publish(claim, shard(claim))
 
 
 def test_a_worker_stopped_past_its_lease_finds_its_result_refused(bench: Bench) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,10 +16,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from hiddenq.contracts.errors import RedisRefused, UsageError
-from hiddenq.delivery import EmbeddedServer
+from hiddenq.contracts.errors import RedisRefused, RunMismatch, UsageError
+from hiddenq.delivery import EmbeddedServer, ServerGuard
+from hiddenq.delivery import server as server_module
 from hiddenq.delivery.binary import find_server_program
 from hiddenq.delivery.connection import never_again
+from hiddenq.delivery.whereabouts import this_world
 from tests.support.redis_server import free_port
 from tests.support.waiting import wait_until
 
@@ -100,6 +104,58 @@ def test_a_stopped_server_is_gone_and_another_ones_port_is_not_taken_for_it(data
     (data_dir / "server.json").write_text(note)
     assert EmbeddedServer.find(data_dir) is None
     other.stop()
+
+
+def test_there_is_never_a_second_server_on_a_folder(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.2)
+    server = start(data_dir)
+    os.kill(server.pid, signal.SIGSTOP)  # alive, and can't be reached: as one in another container
+    try:
+        with pytest.raises(RunMismatch, match=rf"runs on .* \(process {server.pid}\) and can't be reached from here"):
+            EmbeddedServer.start(data_dir)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert EmbeddedServer.start(data_dir) == server
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "refused"),
+    [
+        ({"host": "another", "boot": "another"}, True),
+        ({"host": "another"}, False),  # a container of this machine, gone: the kernel let go of its lock
+        ({"boot": "another"}, False),  # this machine, before it was started anew
+    ],
+)
+def test_a_folder_whose_server_may_live_on_another_machine_is_left_alone(
+    data_dir: Path, elsewhere: dict[str, str], refused: bool
+) -> None:
+    data_dir.mkdir()
+    (data_dir / "server.json").write_text(json.dumps({"port": free_port(), "pid": 1, **this_world(), **elsewhere}))
+    if refused:
+        with pytest.raises(
+            RunMismatch, match=r"runs on another \(process 1\), or did .* delete server\.json"
+        ) as caught:
+            start(data_dir)
+        assert caught.value.exit_status == 2
+        assert not (data_dir / "redis.conf").exists()
+    else:
+        assert start(data_dir).is_alive
+
+
+def test_a_server_that_died_is_started_again_where_its_clients_look_for_it(data_dir: Path) -> None:
+    with ServerGuard(start(data_dir), stops_server=True) as guard, guard.server.connect() as client:
+        first = guard.server
+        client.set("kept", "1")
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: guard.server.pid != first.pid)
+        assert (guard.server.port, guard.server.password) == (first.port, first.password)
+        assert client.get("kept") == b"1"
+        second = guard.server
+        shutil.rmtree(data_dir)
+        os.kill(second.pid, signal.SIGKILL)
+        wait_until(lambda: guard.server.pid != second.pid)
+        assert client.get("kept") is None, "an empty one, and still the one that the clients know"
+    assert EmbeddedServer.find(data_dir) is None
 
 
 def test_a_server_that_cannot_start_says_why(data_dir: Path) -> None:

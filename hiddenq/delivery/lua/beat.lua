@@ -3,9 +3,10 @@
 --
 -- a: worker, queues, fields (RQ's worker hash: a list of names and values), kept_seconds, entry, report, spool_id,
 --    host, lease_seconds, claims (list of {job, execution})
--- Returns {Redis time, 1 if this host is drained else 0, execution whose lease is gone, ...}.
+-- Returns {Redis time, 1 if this host is drained else 0, epoch, execution whose lease is gone, ...}.
 
-local answer = { precise(now), redis.call('SISMEMBER', 'hiddenq:drained', a.host) }
+redis.call('SETNX', 'hiddenq:epoch', a.worker .. ' ' .. precise(now))
+local answer = { precise(now), redis.call('SISMEMBER', 'hiddenq:drained', a.host), redis.call('GET', 'hiddenq:epoch') }
 local key = 'rq:worker:' .. a.worker
 
 for _, claim in ipairs(a.claims) do

@@ -8,13 +8,13 @@
 --   rq:queues                               set of queue keys
 --   rq:queue:{queue}                        list of job ids; the next one is on the left
 --   rq:job:{job}                            hash of a job. Ours beside RQ's fields: run, batch_id; execution (whose it is
---                                           while started or finished); attempts (charged failures); remakes; delay;
---                                           upload (of an extract job: its newest upload job); file_name, spool_id (of an
---                                           upload job)
+--                                           while started or finished); attempts (charged failures); deaths (of its
+--                                           processes, uncharged); remakes; delay; upload (of an extract job: its newest upload
+--                                           job); file_name, spool_id (of an upload job)
 --   rq:wip:{queue}                          zset "{job}:{execution}"; score +inf, which RQ's cleanup never reaches
 --   rq:finished|failed|scheduled:{queue}    zsets of job ids
 --   rq:execution:{job}:{execution}          hash of one execution. Ours beside RQ's: queue, host, device, stage,
---                                           gpu_at, lease_seconds
+--                                           gpu_at, lease_seconds, alone (its worker holds nothing else)
 --   rq:executions:{job}                     zset of executions
 --   rq:worker:{name}, rq:worker:{name}:executions, rq:workers, rq:workers:{queue}
 --   rq:results:{job}                        stream of outcomes. Ours beside RQ's fields: number, host, device, error
@@ -33,6 +33,7 @@
 --   hiddenq:workers                         hash "{role}:{target}" -> report (JSON)
 --   hiddenq:workers:seen                    zset "{role}:{target}" -> Redis time of its last report
 --   hiddenq:drained                         set of hosts that take no more work
+--   hiddenq:epoch                           another text after Redis lost its data
 
 local a = cjson.decode(ARGV[1])
 local INF = '+inf'

@@ -9,7 +9,7 @@ for _, job in ipairs(a.jobs) do
   if queue and get(job, 'status') == 'failed' then
     num = num + 1
     if a.action == 'retry' then
-      redis.call('HDEL', 'rq:job:' .. job, 'attempts', 'remakes')
+      redis.call('HDEL', 'rq:job:' .. job, 'attempts', 'remakes', 'deaths')
       wait(job, queue, false)
     else
       let_go(job)

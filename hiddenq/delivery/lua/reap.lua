@@ -5,8 +5,8 @@
 -- Returns {"ok" or "jump", Redis time, given back, set aside, woken, spool, ...}: spools without a heartbeat in which
 -- shards wait. On a jump nothing was done.
 --
--- Only a batch that was on the GPU is charged: the first time it goes to the front at once, then it waits longer and
--- longer. A score further ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
+-- A batch that was on the GPU is charged, and so is whatever its worker held alone (claim.lua): the first time it goes to
+-- the front at once, then it waits longer and longer. Any other death is counted, and costs nothing. A score further ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
 
 local SOME = 500
 
@@ -41,18 +41,22 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:leases', '-inf', pr
   if not owns(job, execution) or not queue then
     release(job, execution)
   else
-    local found = redis.call('HMGET', 'rq:execution:' .. member, 'stage', 'worker_name')
-    local charged, attempts = found[1] == 'gpu', 0
+    local found = redis.call('HMGET', 'rq:execution:' .. member, 'stage', 'worker_name', 'alone')
+    local on_gpu = found[1] == 'gpu'
+    local charged, attempts = on_gpu or found[3] ~= false, 0
     if charged then
       attempts = redis.call('HINCRBY', 'rq:job:' .. job, 'attempts', 1)
-      local story = 'WorkerDied: ' .. (found[2] or '?') .. ' died or lost its lease while this batch was on its GPU'
+      local story = 'WorkerDied: ' .. (found[2] or '?') .. ' died or lost its lease while '
+        .. (on_gpu and 'this batch was on its GPU' or 'it held nothing but this job, in stage ' .. (found[1] or '?'))
       count(job, execution, 'failed_job_count')
       record(job, execution, attempts >= a.max_attempts and FAILED or RETRIED,
         { number = attempts, error = story, exc = a.exc })
+    else
+      redis.call('HINCRBY', 'rq:job:' .. job, 'deaths', 1)
     end
     release(job, execution)
     if charged and attempts >= a.max_attempts then
-      bury(job, queue, 'died on the GPU ' .. attempts .. ' times')
+      bury(job, queue, (on_gpu and 'died on the GPU ' or 'its process died ') .. attempts .. ' times')
       dead = dead + 1
     elseif attempts > 1 then
       delay(job, queue, a.retry_delays[math.min(attempts - 1, #a.retry_delays)])
