@@ -4,13 +4,14 @@ Consumes files and bytes, produces objects under one location; imports `hiddenq.
 
     settings.py  how a store is reached          store.py      the interface
     local.py     a folder                        s3*.py        S3 and what speaks like it
-    spool*.py    finished shards before upload   bandwidth.py  a limit that a host's uploaders share
+    spool*.py    finished shards before upload   quarantine.py damaged ones
     runfiles.py  the small files of a run        body.py       what a request sends
+    files.py     file system calls               bandwidth.py  a limit that a host's uploaders share
 """
 
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.local import LocalStore
-from hiddenq.storage.location import open_store
+from hiddenq.storage.location import holds_credentials, open_store
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.spool import Spool
 from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage
@@ -28,5 +29,6 @@ __all__ = [
     "StoreCapabilities",
     "StoreObserver",
     "StoreSettings",
+    "holds_credentials",
     "open_store",
 ]

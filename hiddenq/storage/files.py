@@ -10,7 +10,9 @@ import contextlib
 import errno
 import functools
 import os
+import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,27 @@ def temporary_token(name: str) -> str | None:
     """The token of a temporary file `.tmp-<token>-…` (in a spool: its execution); None for every other name."""
     token = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
     return token if name.startswith(TEMPORARY_PREFIX) and len(token) == 8 else None
+
+
+def temporary_beside(target: Path) -> Path:
+    """A name beside the target that no other attempt has, not even one that was killed."""
+    return target.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-{target.name}")
+
+
+def older_than(path: Path, seconds: float) -> bool:
+    """Whether a file was last written so long ago; False if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat(follow_symlinks=False).st_mtime > seconds
+    return False
+
+
+def regular_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Names and states of a folder's regular files; those that vanish meanwhile are left out."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat(follow_symlinks=False)
 
 
 def ensure_folder(folder: Path) -> None:
@@ -77,6 +100,24 @@ def opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def link_open_file(source: int, path: Path, second: Path) -> bool:
+    """Give the open file at `path` a second name; False if the file systems differ or know no links.
+
+    Raises:
+        DamagedShard: another file lies at `path` now.
+    """
+    try:
+        os.link(path, second, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    if os.path.samestat(os.fstat(source), second.stat(follow_symlinks=False)):
+        return True
+    second.unlink()
+    raise DamagedShard(f"{path.name}: replaced while it was being read")
 
 
 @contextlib.contextmanager

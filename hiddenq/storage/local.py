@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,17 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, ObjectMissing, StoreAway, StoreRefused
 from hiddenq.storage.bandwidth import BandwidthLimit
-from hiddenq.storage.files import TEMPORARY_PREFIX, ensure_folder, fsync_folder, opened, temporary_token, umask
+from hiddenq.storage.files import (
+    TEMPORARY_PREFIX,
+    ensure_folder,
+    fsync_folder,
+    link_open_file,
+    older_than,
+    opened,
+    temporary_beside,
+    temporary_token,
+    umask,
+)
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities
 
 CHUNK_BYTES = 8 << 20
@@ -43,9 +52,9 @@ class LocalStore:
         target = self._path(key)
         with self._errors(key), opened(path) as source:
             ensure_folder(target.parent)
-            temporary = _temporary(target)
+            temporary = temporary_beside(target)
             try:
-                if _link(source, path, temporary):
+                if link_open_file(source, path, temporary):
                     _verify(source, path.name, checksum, num_bytes)
                     _set_checksum(source, checksum)
                     with contextlib.suppress(PermissionError):
@@ -66,7 +75,7 @@ class LocalStore:
         target = self._path(key)
         with self._errors(key):
             ensure_folder(target.parent)
-            temporary = _temporary(target)
+            temporary = temporary_beside(target)
             try:
                 with temporary.open("xb") as file:
                     file.write(data)
@@ -111,7 +120,7 @@ class LocalStore:
     def probe(self) -> StoreCapabilities:
         with self._errors(""):
             ensure_folder(self.folder)
-            path = self.folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-probe"
+            path = temporary_beside(self.folder / "probe")
             try:
                 path.write_bytes(b"hiddenq")
                 if path.read_bytes() != b"hiddenq":
@@ -134,7 +143,7 @@ class LocalStore:
             for folder, _, found in _walk_folders(self.folder):
                 for name in found:
                     path = Path(folder, name)
-                    if temporary_token(name) is None or not _older_than(path, UNFINISHED_SECONDS):
+                    if temporary_token(name) is None or not older_than(path, UNFINISHED_SECONDS):
                         continue
                     target = name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
                     if names.parse_shard_name(target) is None or is_abandoned(target):
@@ -173,25 +182,6 @@ class LocalStore:
             if error.errno == errno.EROFS:
                 raise StoreRefused(f"{where}: the file system is read-only; mount it writable") from error
             raise StoreAway(f"{where}: {error.strerror or error}; waiting until the disk can be used") from error
-
-
-def _temporary(target: Path) -> Path:
-    """A name beside the target that no other attempt has, not even one that was killed."""
-    return target.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-{target.name}")
-
-
-def _link(source: int, path: Path, temporary: Path) -> bool:
-    """Give the open file a second name; False if the file systems differ or know no links."""
-    try:
-        os.link(path, temporary, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
-            return False
-        raise
-    if os.path.samestat(os.fstat(source), temporary.stat(follow_symlinks=False)):
-        return True
-    temporary.unlink()
-    raise DamagedShard(f"{path.name}: replaced while it was being read")
 
 
 def _verify(
@@ -247,9 +237,3 @@ def _walk_folders(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for folder, folders, found in os.walk(top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield folder, folders, found
-
-
-def _older_than(path: Path, seconds: float) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat(follow_symlinks=False).st_mtime > seconds
-    return False

@@ -26,13 +26,16 @@ def open_store(
     `limit` is the host's share of bandwidth; without it, the settings' own, for this process alone.
 
     Raises:
-        UsageError: a URI of another kind, a bucket without a prefix, or settings without effect there.
+        UsageError: a URI of another kind or with credentials in it, a bucket without a prefix, or settings without
+            effect there.
     """
     settings = settings or StoreSettings()
     observer = observer or StoreObserver()
     limit = limit or BandwidthLimit(settings.bandwidth_bytes_per_second)
     text = str(uri)
     scheme = urlsplit(text).scheme if "://" in text else ""
+    if holds_credentials(text):
+        raise UsageError(f"--out {scheme}://…: it holds credentials; put them into AWS_ACCESS_KEY_ID and the like")
     if scheme == "s3":
         bucket, _, prefix = text.removeprefix("s3://").partition("/")
         prefix = prefix.strip("/")
@@ -57,3 +60,8 @@ def open_store(
     if idle:
         raise UsageError(f"--{idle[0].replace('_', '-')}: has no effect on a local folder ({folder}); leave it out")
     return LocalStore(Path(folder), limit=limit)
+
+
+def holds_credentials(uri: str) -> bool:
+    """Whether a URI names a user or a password, which would travel wherever the URI is written down."""
+    return "@" in uri.partition("://")[2].partition("/")[0]

@@ -15,9 +15,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,9 @@ from hiddenq.storage.files import opened
 from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_errors import code_of
+from hiddenq.storage.s3_listing import age_seconds, pages
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
-from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe
+from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe, proof_of
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
 
@@ -41,8 +40,6 @@ METADATA_CHECKSUM = "hiddenq-checksum"
 """Object metadata that keeps the checksum for stores that keep none."""
 _READ_BYTES = 8 << 20
 _buffer = PartBuffer()
-_NEXT_OBJECTS = {"NextContinuationToken": "ContinuationToken"}
-_NEXT_UPLOADS = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
 
 
 class S3Store:
@@ -109,16 +106,16 @@ class S3Store:
         return ObjectInfo(
             key=key,
             num_bytes=answer["ContentLength"],
-            checksum=_proof(answer) or answer.get("Metadata", {}).get(METADATA_CHECKSUM),
+            checksum=proof_of(answer) or answer.get("Metadata", {}).get(METADATA_CHECKSUM),
             modified=answer["LastModified"].timestamp(),
         )
 
     def checksum(self, key: str) -> str:
         trusted = self._abilities.single if self._abilities else self._connection.is_aws
-        return (trusted and _proof(self._head(key))) or self._read_back(key)
+        return (trusted and proof_of(self._head(key))) or self._read_back(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for page in self._pages("list_objects_v2", _NEXT_OBJECTS, Prefix=self._prefix + prefix):
+        for page in self._pages("list_objects_v2", Prefix=self._prefix + prefix):
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if not any(part.startswith(".") for part in key.split("/")) and not key.endswith("/"):
@@ -140,14 +137,14 @@ class S3Store:
 
     def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
         num_removed = 0
-        for page in self._pages("list_multipart_uploads", _NEXT_UPLOADS, Prefix=self._prefix):
+        for page in self._pages("list_multipart_uploads", Prefix=self._prefix):
             for upload in page.get("Uploads", ()):
                 key = upload["Key"].removeprefix(self._prefix)
-                if _age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
+                if age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
                     num_removed += self._abort(upload["Key"], upload["UploadId"])
-        for page in self._pages("list_objects_v2", _NEXT_OBJECTS, Prefix=self._prefix + PROBE_PREFIX):
+        for page in self._pages("list_objects_v2", Prefix=self._prefix + PROBE_PREFIX):
             for item in page.get("Contents", ()):
-                if _age_seconds(page, item["LastModified"]) > UNFINISHED_SECONDS:
+                if age_seconds(page, item["LastModified"]) > UNFINISHED_SECONDS:
                     self.delete(item["Key"].removeprefix(self._prefix))
                     num_removed += 1
         return num_removed
@@ -188,7 +185,7 @@ class S3Store:
     def _confirm(self, key: str, checksum: str, num_bytes: int) -> ObjectInfo:
         try:
             answer = self._head(key)
-            found = (self._can().single and _proof(answer)) or self._read_back(key)
+            found = (self._can().single and proof_of(answer)) or self._read_back(key)
         except ObjectMissing as error:
             raise TransientError(f"{self.uri}/{key}: sent, but not there; sent again") from error
         if answer["ContentLength"] != num_bytes or found != checksum:
@@ -224,14 +221,8 @@ class S3Store:
             return False
         return True
 
-    def _pages(self, operation: str, follow: Mapping[str, str], **arguments: Any) -> Iterator[Any]:
-        """Every page of a listing; `follow` says which fields of a page are which arguments of the next request."""
-        while True:
-            page = self._call("", lambda client: getattr(client, operation)(**self._common, **arguments))  # noqa: B023
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            arguments |= {argument: page[field] for field, argument in follow.items()}
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[Any]:
+        return pages(functools.partial(self._call, ""), operation, **self._common, **arguments)
 
     def _can(self) -> S3Abilities:
         with self._probing:
@@ -256,20 +247,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _proof(answer: Mapping[str, Any]) -> str | None:
-    """The store's own checksum of the whole object."""
-    value = answer.get("ChecksumCRC64NVME")
-    return crc.from_s3(value) if value and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" else None
-
-
 def _may_go(key: str, is_abandoned: Callable[[str], bool]) -> bool:
     """Whether an old unfinished upload is a probe's, or that of a shard which is abandoned."""
     name = key.removeprefix(names.STATES_PREFIX)
     return key.startswith(PROBE_PREFIX) or (names.parse_shard_name(name) is not None and is_abandoned(name))
-
-
-def _age_seconds(page: Mapping[str, Any], since: datetime) -> float:
-    """Seconds from `since` to the page's answer, both by the store's own clock."""
-    date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-    return (now - since).total_seconds()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,12 @@ def probe(
     finally:
         with contextlib.suppress(HiddenqError):
             call(lambda client: client.delete_object(**target), num_attempts=1)
+
+
+def proof_of(answer: Mapping[str, Any]) -> str | None:
+    """The store's own checksum of the whole object, from its answer to a HEAD; None if it tells none."""
+    value = answer.get("ChecksumCRC64NVME")
+    return crc.from_s3(value) if value and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" else None
 
 
 def _probe(
@@ -122,4 +128,4 @@ def _verifies(call: Callable[..., Any], target: dict[str, Any], put: Callable[[s
         if arrived_damaged(error):
             return False
         raise
-    return bool(answer.get("ChecksumCRC64NVME") == crc.to_s3(_RIGHT))
+    return proof_of(answer) == _RIGHT

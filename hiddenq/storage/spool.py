@@ -25,22 +25,19 @@ from typing import BinaryIO
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UsageError
-from hiddenq.storage.files import TEMPORARY_PREFIX, open_regular, open_shared, temporary_token
+from hiddenq.storage.files import TEMPORARY_PREFIX, open_regular, open_shared, regular_files, temporary_token
+from hiddenq.storage.quarantine import Quarantine
 from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage, allocate
-from hiddenq.storage.spool_folder import FILE_MODE, FOLDER_MODE, open_folder, spool_id
+from hiddenq.storage.spool_folder import FILE_MODE, open_folder, spool_id
 
 HIGH_SHARE = 0.8
 """High mark by default, and at most: this share of what the disk has left for the spool."""
 LOW_SHARE = 0.75
 """Low mark by default: this share of the high mark."""
-QUARANTINE_SHARE = 0.05
-QUARANTINE_MAX_BYTES = 10 << 30
-"""Quarantine's cap: 5 % of the file system, 10 GiB at most."""
 _PAUSED = ".paused"
 _PAUSED_SECONDS = 60
 """Refused reservations renew the pause; one that nobody renewed for so long is over."""
 _LOCK = ".lock"
-_QUARANTINE = "quarantine"
 
 
 class Spool:
@@ -52,6 +49,7 @@ class Spool:
         self._high_bytes = high_bytes
         self._low_bytes = low_bytes
         self._group = folder.stat().st_gid
+        self._quarantine = Quarantine(folder / "quarantine")
 
     @classmethod
     def open(
@@ -101,12 +99,13 @@ class Spool:
                 self._pause()
                 return None
             file = self._create(f"{TEMPORARY_PREFIX}{execution}-{file_name}", file_name)
-            try:
-                allocate(file.fd, num_bytes)
-            except OSError:
-                file.discard()
-                self._pause()
-                return None
+            os.ftruncate(file.fd, num_bytes)  # counted by every other process from here on
+        try:
+            allocate(file.fd, num_bytes)  # in memory this takes its time, which others need not wait for
+        except OSError:
+            file.discard()
+            self._pause()
+            return None
         return file
 
     def path(self, file_name: str) -> Path:
@@ -134,21 +133,14 @@ class Spool:
 
     def quarantine(self, file_name: str, reason: str) -> None:
         """Set a shard aside, with the reason beside it; the oldest ones make room below the cap."""
-        source, folder = self.path(file_name), self.folder / _QUARANTINE
-        if not folder.exists():
-            folder.mkdir(exist_ok=True)
-            folder.chmod(FOLDER_MODE)
-        with contextlib.suppress(FileNotFoundError):
-            source.replace(folder / file_name)
-            (folder / f"{file_name}.reason").write_text(reason + "\n")
-        self._trim_quarantine(folder)
+        self._quarantine.take(self.path(file_name), reason)
 
     def files(self) -> list[SpoolEntry]:
         """Finished shards, by name."""
         return sorted(
             (
                 SpoolEntry(file_name=name, num_bytes=status.st_size, modified=status.st_mtime)
-                for name, status in self._scan(self.folder)
+                for name, status in regular_files(self.folder)
                 if names.parse_shard_name(name)
             ),
             key=lambda entry: entry.file_name,
@@ -165,7 +157,7 @@ class Spool:
             num_bytes=used,
             num_files=len(files),
             reserved_bytes=used - sum(status.st_size for status in files),
-            quarantine_bytes=sum(status.st_size for _, status in self._scan(self.folder / _QUARANTINE)),
+            quarantine_bytes=self._quarantine.num_bytes,
             oldest_seconds=0.0 if oldest is None else max(0.0, time.time() - oldest),
             high_bytes=high,
             low_bytes=low,
@@ -176,7 +168,7 @@ class Spool:
     def sweep(self, is_dead: Callable[[str], bool], *, min_age_seconds: float = 0.0) -> list[str]:
         """Remove temporaries of at least that age whose execution is dead; returns their names."""
         removed = []
-        for name, status in self._scan(self.folder):
+        for name, status in regular_files(self.folder):
             execution = temporary_token(name)
             old = time.time() - status.st_mtime >= min_age_seconds
             if execution is not None and old and is_dead(execution):
@@ -192,7 +184,7 @@ class Spool:
         if os.fstat(descriptor).st_gid != self._group:
             with contextlib.suppress(PermissionError):
                 os.fchown(descriptor, -1, self._group)
-        return SpoolFile(self.folder, temporary, file_name, descriptor)
+        return SpoolFile(self.folder, temporary, file_name, descriptor, self._locked)
 
     def _check_readable(self) -> None:
         for entry in self.files():
@@ -227,38 +219,22 @@ class Spool:
         return sum(status.st_size for status in self._look().values())
 
     def _look(self) -> dict[str, os.stat_result]:
-        """Shards and reservations by name; one that is renamed while we look has one of its names, not both."""
+        """Shards and reservations by name; one that is renamed while we look has one of its names, not both.
+
+        Under the lock none is renamed, and so none is missed.
+        """
         by_inode = {
             status.st_ino: (name, status)
-            for name, status in self._scan(self.folder)
+            for name, status in regular_files(self.folder)
             if name.startswith(TEMPORARY_PREFIX) or names.parse_shard_name(name)
         }
         return dict(by_inode.values())
-
-    def _trim_quarantine(self, folder: Path) -> None:
-        cap = min(int(QUARANTINE_SHARE * shutil.disk_usage(folder).total), QUARANTINE_MAX_BYTES)
-        shards = sorted(self._scan(folder), key=lambda item: item[1].st_mtime)
-        total = sum(status.st_size for _, status in shards)
-        for name, status in shards:
-            if total <= cap:
-                return
-            (folder / name).unlink(missing_ok=True)
-            total -= status.st_size
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with open_shared(self.folder / _LOCK) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-
-    @staticmethod
-    def _scan(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-        """Regular files of a folder; those that vanish meanwhile are left out."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file(follow_symlinks=False):
-                        yield entry.name, entry.stat(follow_symlinks=False)
 
 
 def _parse(file_name: str) -> tuple[str, str]:

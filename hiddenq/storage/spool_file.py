@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +39,19 @@ class SpoolUsage:
 class SpoolFile:
     """A reserved file of the final size, under a temporary name."""
 
-    def __init__(self, folder: Path, temporary: str, file_name: str, descriptor: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        temporary: str,
+        file_name: str,
+        descriptor: int,
+        locked: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.fd = descriptor
         self.file_name = file_name
         self._temporary = folder / temporary
         self._final = folder / file_name
+        self._locked = locked
 
     def resize(self, num_bytes: int) -> None:
         """Cut the file to its real size, or let it grow (raises `OSError` if the disk is full)."""
@@ -55,7 +65,8 @@ class SpoolFile:
         """Give the file its final name; on disk before this returns if `fsync`."""
         if fsync:
             os.fsync(self.fd)
-        self._temporary.rename(self._final)
+        with self._locked():  # who counts the spool's bytes must find it under one of its names
+            self._temporary.rename(self._final)
         self._close()
         if fsync:
             fsync_folder(self._final.parent)

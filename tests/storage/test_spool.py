@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, UsageError
-from hiddenq.storage import Spool, SpoolEntry, spool
+from hiddenq.storage import Spool, SpoolEntry, quarantine, spool
 from tests.support.small_disk import SMALL_DISK_BYTES
 
 NOBODY = 65534
@@ -132,6 +132,37 @@ def test_writers_faster_than_the_uploader_never_pass_the_mark_and_never_stand_st
         assert writer.exitcode == 0
     assert 0 < most <= 1000
     assert paused
+
+
+def test_a_shard_is_not_renamed_while_another_process_counts(tmp_path: Path) -> None:
+    opened, counting = Spool.open(tmp_path), Spool.open(tmp_path)
+    file = opened.reserve(name(1), 100)
+    assert file is not None
+    publishing = threading.Thread(target=file.publish)
+    with counting._locked():
+        publishing.start()
+        publishing.join(0.2)
+        assert publishing.is_alive()
+        assert opened.files() == []
+    publishing.join(10)
+    assert [entry.file_name for entry in opened.files()] == [name(1)]
+
+
+def test_bytes_are_set_aside_on_disk_without_holding_up_other_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Spool.open(tmp_path, high_bytes=1000)
+    allocate = spool.allocate
+
+    def slowly(descriptor: int, num_bytes: int) -> None:
+        if num_bytes == 600:
+            assert opened.usage().num_bytes == 600, "it counts already"
+            assert Spool.open(tmp_path, high_bytes=1000).reserve(name(2), 500) is None
+            assert opened.reserve(name(3), 400) is not None
+        allocate(descriptor, num_bytes)
+
+    monkeypatch.setattr(spool, "allocate", slowly)
+    assert opened.reserve(name(1), 600) is not None
 
 
 def test_a_full_disk_pauses_workers_instead_of_failing_them(small_disk: Path) -> None:
@@ -261,7 +292,7 @@ def test_links_and_devices_under_a_shards_name_are_not_followed(tmp_path: Path) 
 def test_quarantine_lies_outside_the_marks_and_has_a_cap_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "QUARANTINE_MAX_BYTES", 450)
+    monkeypatch.setattr(quarantine, "MAX_BYTES", 450)
     opened = Spool.open(tmp_path, high_bytes=1000)
     for number in range(6):
         publish(opened, number, 200)
