@@ -5,7 +5,8 @@ end `index.parquet`, `dead_letters.jsonl` and `manifest.json`. Imports `hiddenq.
 `.telemetry`.
 
     service.py    one process: claims, threads, signals     upload.py   one shard: ledger, put, commit, delete
-    runs.py       the runs whose shards the spool holds     status.py   metrics and the report to the fleet
+    runs.py       the runs whose shards the spool holds     waiting.py  those that their store refuses
+    status.py     metrics and the report to the fleet
     reconcile.py  spool against queue, ledger and store     rebuild.py  the ledger anew, from the store alone
     index.py      where each sample lies                    finish.py   index, manifest, no twins left
 """

@@ -1,7 +1,8 @@
 """Spool, queue, ledger and store compared, at a start and every few minutes.
 
 Invariant: nothing is removed that a living process may still need. A finished file is touched only if no upload job
-names it, it is older than three leases, and its execution has been dead for as long; a half-done upload only if its
+names it, it is older than three leases, and its execution has been dead for as long (or Redis, which lost its data,
+knows nothing of it: then it is adopted at once, before its batch is made again); a half-done upload only if its
 shard's upload job is not live. What no one needs is adopted (its upload job made anew) if its batch is open, and
 removed if it is not; each with a log line.
 """
@@ -19,13 +20,14 @@ import redis
 from hiddenq import telemetry
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, MissingShard, UsageError, UserError
+from hiddenq.contracts.errors import DamagedShard, MissingShard, StoreAway, UsageError, UserError
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.contracts.shard import header_num_bytes, parse_header
 from hiddenq.delivery import (
     DeliverySettings,
-    dead_letters,
+    dead_batches,
+    execution_is_known,
     list_runs,
     restore_uploads,
     run_state,
@@ -75,15 +77,17 @@ class Reconciler:
         """Compare and mend, until it is done or `stopping`.
 
         Raises:
-            RedisAway, StoreAway: not everything was looked at; the next time will do.
+            RedisAway: not everything was looked at; the next time will do.
         """
         for run in self._known_runs():
-            self._set_aside_dead_uploads(run)
-            self._sweep_store(run)
+            with self._left_alone(run.record.run):
+                self._set_aside_dead_uploads(run)
+                self._sweep_store(run)
         for orphan in self._orphans():
             if self._stopping.is_set():
                 return
-            self._settle(orphan)
+            with self._left_alone(orphan.run):
+                self._settle(orphan)
         for name in self._spool.sweep(self._is_dead, min_age_seconds=self._patience_seconds):
             self._log.info("temporary_removed", file=name)
 
@@ -94,15 +98,22 @@ class Reconciler:
             if record.run in opened:
                 yield opened[record.run]
             elif run_state(self._client, record.run) == "live":
-                try:
-                    yield self._runs.get(record.run)
-                except UserError as error:
-                    self._log.debug("run_left_alone", run=record.run, error=str(error))
+                with self._left_alone(record.run):
+                    self._runs.get(record.run)
+                if (run := self._runs.opened().get(record.run)) is not None:
+                    yield run
+
+    @contextlib.contextmanager
+    def _left_alone(self, run: str) -> Iterator[None]:
+        """What a run's store refuses, or is away for, waits for the next time; other runs are looked after now."""
+        try:
+            yield
+        except (StoreAway, UserError) as error:
+            self._log.warning("run_left_alone", run=run, error=str(error), next="looked at again next time")
 
     def _set_aside_dead_uploads(self, run: OpenRun) -> None:
         """A shard whose upload was given up lies outside the marks, or the spool would stay full for ever."""
-        queue = names.upload_queue(self._spool.spool_id)
-        dead = {letter.batch.batch_id for letter in dead_letters(self._client, run.record.run) if letter.queue == queue}
+        dead = dead_batches(self._client, run.record.run, queue=names.upload_queue(self._spool.spool_id))
         if not dead:
             return
         for entry in self._spool.files():
@@ -127,9 +138,12 @@ class Reconciler:
         needed = spool_file_names(self._client, self._spool.spool_id)
         for entry in self._spool.files():
             execution = _parse(entry.file_name)[1]
-            if entry.file_name in needed or time.time() - entry.modified < self._patience_seconds:
+            if entry.file_name in needed:
                 continue
-            if not self._is_dead(execution):
+            # An execution that Redis never heard of can publish nothing any more: Redis lost its data.
+            if execution_is_known(self._client, execution) and (
+                time.time() - entry.modified < self._patience_seconds or not self._is_dead(execution)
+            ):
                 continue
             try:
                 yield self._header(entry)
@@ -155,9 +169,6 @@ class Reconciler:
             if time.time() - orphan.entry.modified > UNKNOWN_RUN_SECONDS:
                 self._spool.quarantine(orphan.entry.file_name, f"Redis knows no run {orphan.run!r}")
                 log.warning("orphan_set_aside", reason="Redis knows no such run")
-            return
-        except UserError as error:
-            log.warning("orphan_left", error=str(error))
             return
         reason = "its batch is committed"
         if run.ledger.get(orphan.batch_id) is None:

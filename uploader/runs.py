@@ -7,6 +7,7 @@ path that exists on two machines is two places; this is where that is noticed.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch, StoreRefused
 from hiddenq.contracts.run import RunConfig
-from hiddenq.delivery import Ledger, RunRecord, load_run
+from hiddenq.delivery import Ledger, RunRecord, list_runs, load_run, run_state
 from hiddenq.storage import BandwidthLimit, ObjectStore, Spool, StoreObserver, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_run_json
 from uploader.settings import UploaderSettings
@@ -45,6 +46,7 @@ class Runs:
         self._settings = settings
         self._observer = observer
         self._open: dict[str, OpenRun] = {}
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def get(self, name: str) -> OpenRun:
@@ -57,9 +59,17 @@ class Runs:
             StoreAway: the store can't be used for now.
         """
         with self._lock:
-            if name not in self._open:
-                self._open[name] = self._open_run(load_run(self._client, name))
-            return self._open[name]
+            opening = self._opening[name]
+        with opening:  # a store that does not answer holds up its own run alone
+            if (run := self.opened().get(name)) is None:
+                run = self._open_run(load_run(self._client, name))
+                with self._lock:
+                    self._open[name] = run
+            return run
+
+    def live(self) -> set[str]:
+        """Names of the runs that are going on, by Redis."""
+        return {record.run for record in list_runs(self._client) if run_state(self._client, record.run) == "live"}
 
     def opened(self) -> Mapping[str, OpenRun]:
         """The runs opened so far."""
@@ -69,8 +79,7 @@ class Runs:
     def _open_run(self, record: RunRecord) -> OpenRun:
         check_allowed(record.location, self._settings.allowed_prefix)
         settings = StoreSettings.model_validate(record.store)
-        rate = self._settings.bandwidth_bytes_per_second or settings.bandwidth_bytes_per_second
-        limit = BandwidthLimit(rate, self._spool.folder / ".bandwidth")
+        limit = BandwidthLimit(settings.bandwidth_bytes_per_second, self._spool.folder / ".bandwidth")
         store = open_store(record.location, settings, observer=self._observer, limit=limit)
         check_same_run(store, record.config)
         telemetry.logger().info("store_probed", run=record.run, location=store.uri, **_detail(store))

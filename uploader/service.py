@@ -1,8 +1,8 @@
 """One uploader process: claims shards of its spool's queue and sees each to its end.
 
 Invariant: the process holds no more claims than it works on, and ends in one of three ways: asked to (what is under
-way is finished, what waits for a store is handed back), refused by a store (handed back, exit status 2), or killed (the
-leases run out).
+way is finished, what waits for a store is handed back), refused by the store of the only run there is before any of it
+worked (handed back, exit status 2), or killed (the leases run out).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hiddenq.delivery import (
     Consumer,
     DeliverySettings,
     connect,
-    dead_letters,
+    dead_batches,
     list_runs,
     run_state,
     worker_name,
@@ -37,6 +37,7 @@ from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
 from uploader.status import UploaderStatus
 from uploader.upload import ShardUpload, mirror_of
+from uploader.waiting import WaitingRuns
 
 IDLE_SECONDS = 0.2
 """Between two looks at an empty queue."""
@@ -98,7 +99,16 @@ class Uploader:
         self._status = status
         self._settings = settings
         self._runs = Runs(client, spool, settings, status)
-        self._upload = ShardUpload(consumer, spool, self._runs, status, settings, after_commit=self._finish_if_complete)
+        self._waiting_runs = WaitingRuns(self._runs, status)
+        self._upload = ShardUpload(
+            consumer,
+            spool,
+            self._runs,
+            self._waiting_runs,
+            status,
+            settings,
+            after_commit=self._finish_if_complete,
+        )
         self._reconciler = Reconciler(
             client, spool, self._runs, _delivery(client), consumer.stopping, consumer.execution_is_dead
         )
@@ -107,12 +117,13 @@ class Uploader:
         self._finishing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._oversight: Future[None] | None = None
         self._next_oversee = self._next_reconcile = time.monotonic()
+        self._epoch = consumer.redis_epoch
 
     def work(self) -> None:
         """Until asked to stop.
 
         Raises:
-            UserError: a store refuses; everything was handed back.
+            UserError: the only run's store refuses from the start; everything was handed back.
         """
         under_way: set[Future[None]] = set()
         num_concurrent = self._settings.num_concurrent
@@ -127,7 +138,8 @@ class Uploader:
                     if not claims:
                         self._consumer.stopping.wait(IDLE_SECONDS)
                     under_way = self._collect(under_way)
-                    if time.monotonic() >= self._next_oversee and (not self._oversight or self._oversight.done()):
+                    due = time.monotonic() >= self._next_oversee or self._consumer.redis_epoch != self._epoch
+                    if due and (not self._oversight or self._oversight.done()):
                         self._next_oversee = time.monotonic() + OVERSEE_SECONDS
                         self._oversight = aside.submit(self._oversee)
             finally:
@@ -148,6 +160,9 @@ class Uploader:
     def _oversee(self) -> None:
         self._status.observe_spool()
         try:
+            self._waiting_runs.forget_ended()
+            if self._consumer.redis_epoch != self._epoch:  # Redis lost its data: nobody knows what lies in the spool
+                self._epoch, self._next_reconcile = self._consumer.redis_epoch, 0.0
             if self._settings.index == 0 and time.monotonic() >= self._next_reconcile:
                 self._next_reconcile = time.monotonic() + self._settings.reconcile_seconds
                 self._reconciler.once()
@@ -171,8 +186,7 @@ class Uploader:
             return
         try:
             committed = run.ledger.totals().num_batches
-            letters = dead_letters(self._client, name) if committed < run.config.num_batches else []
-            dead = len({letter.batch.batch_id for letter in letters})
+            dead = len(dead_batches(self._client, name)) if committed < run.config.num_batches else 0
             if committed + dead < run.config.num_batches or self._finished.get(name) == (committed, dead):
                 return
             if run_state(self._client, name) == "live":

@@ -24,8 +24,6 @@ class UploaderSettings:
     """The spool's high mark, as its workers have it (for metrics)."""
     spool_low_bytes: int | None = None
     """The spool's low mark."""
-    bandwidth_bytes_per_second: int | None = None
-    """The most that all uploaders of this spool send together; None for what the run's store settings say."""
     nice: int = 10
     """Added to the process's niceness: an uploader never takes a processor from a GPU worker."""
     keep_local: Path | None = None
@@ -43,7 +41,5 @@ class UploaderSettings:
             raise UsageError(f"--concurrent {self.num_concurrent}: expected 1 or more shards at once")
         if not 0 <= self.nice <= 19:
             raise UsageError(f"--nice {self.nice}: expected 0 to 19")
-        if self.bandwidth_bytes_per_second is not None and self.bandwidth_bytes_per_second <= 0:
-            raise UsageError(f"--bandwidth {self.bandwidth_bytes_per_second}: expected a positive number of bytes")
         if self.reconcile_seconds <= 0:
             raise UsageError(f"--reconcile-seconds {self.reconcile_seconds:g}: expected a positive number")

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
@@ -38,6 +38,7 @@ class UploaderStatus(StoreObserver):
         self._under_way: dict[str, tuple[ShardReady, float]] = {}
         self._recent: deque[tuple[float, int]] = deque()
         self._store_away: dict[str, str] = {}
+        self._runs_waiting: dict[str, str] = {}
         self._stage_seconds: dict[str, float] = {}
         self._draining = False
         self._num_batches = self._num_samples = self._num_tokens = self._num_bytes = 0
@@ -98,13 +99,19 @@ class UploaderStatus(StoreObserver):
         self.metrics.errors.labels(type(error).__name__).inc()
         with self._lock:
             self._store_away[shard.file_name] = str(error)
-            self.metrics.store_away.set(1)
+            self._tell_store()
 
     def store_back(self, shard: ShardReady) -> None:
         """This shard waits for the store no more."""
         with self._lock:
             self._store_away.pop(shard.file_name, None)
-            self.metrics.store_away.set(1 if self._store_away else 0)
+            self._tell_store()
+
+    def runs_wait(self, reasons: Mapping[str, str]) -> None:
+        """These runs wait to be tried again, and why."""
+        with self._lock:
+            self._runs_waiting = dict(reasons)
+            self._tell_store()
 
     def draining(self) -> None:
         """No new shards are taken."""
@@ -169,6 +176,10 @@ class UploaderStatus(StoreObserver):
                 disk_free_bytes=usage.disk_free_bytes,
             )
 
+    def _tell_store(self) -> None:
+        self.metrics.store_away.set(1 if self._store_away or self._runs_waiting else 0)
+        self.metrics.waiting_runs.set(len(self._runs_waiting))
+
     def _spent(self, stage: str, seconds: float) -> None:
         self.metrics.stage_seconds.labels(stage).observe(seconds)
         with self._lock:
@@ -179,6 +190,9 @@ class UploaderStatus(StoreObserver):
             return "waiting", next(iter(self._store_away.values()))
         if self._draining:
             return "draining", f"{len(self._under_way)} shards left"
+        if self._runs_waiting:
+            run, reason = next(iter(self._runs_waiting.items()))
+            return ("busy" if self._under_way else "waiting"), f"run {run} waits: {reason}"
         detail = "the spool is over its high mark: GPU workers wait" if usage.paused else ""
         return ("busy" if self._under_way else "idle"), detail
 

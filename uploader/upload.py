@@ -6,7 +6,7 @@ after the store was shown to hold exactly the bytes that the worker recorded. Ev
     ledger has the batch ──► job finished ──► file deleted (a twin)
     put and confirm ──► commit (ledger entry + job finished, one fenced step) ──► file deleted
     file damaged ──► quarantine ──► made again        file gone ──► in the store after all? commit : made again
-    store away ──► wait, file and claim kept          store refuses ──► handed back, and the process ends
+    store away ──► wait, file and claim kept          store refuses ──► handed back, its run waits (waiting.py)
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    stop_when_event_set,
-    wait_random_exponential,
-)
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
 from hiddenq import telemetry
 from hiddenq.contracts import names
@@ -32,6 +26,7 @@ from hiddenq.contracts.errors import (
     MissingShard,
     RedisAway,
     StoreAway,
+    UnknownSchema,
     UserError,
 )
 from hiddenq.contracts.messages import LedgerEntry, ShardReady
@@ -42,10 +37,13 @@ from hiddenq.storage.local import LocalStore
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
 from uploader.status import UploaderStatus
+from uploader.waiting import WaitingRuns
 
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 """Between two tries of a store that is away, with jitter."""
+PATIENCE_SECONDS = 60.0
+"""A shard whose store is away keeps its place for so long while other runs are live, too."""
 
 
 class ShardUpload:
@@ -56,6 +54,7 @@ class ShardUpload:
         consumer: Consumer[ShardReady],
         spool: Spool,
         runs: Runs,
+        waiting: WaitingRuns,
         status: UploaderStatus,
         settings: UploaderSettings,
         *,
@@ -64,6 +63,7 @@ class ShardUpload:
         self._consumer = consumer
         self._spool = spool
         self._runs = runs
+        self._waiting_runs = waiting
         self._status = status
         self._settings = settings
         self._after_commit = after_commit
@@ -72,25 +72,36 @@ class ShardUpload:
         """See one claim to its end.
 
         Raises:
-            UserError: the store refuses, or the location is another run's; the claim was handed back.
+            UserError: the store refuses, or the location is another run's, and there is nothing else to do here; or a
+                newer hiddenq is at work. The claim was handed back.
         """
         shard = claim.message
+        if seconds := self._waiting_runs.seconds_left(shard.batch.run):
+            self._consumer.hand_back(claim, delay_seconds=seconds)
+            return
         log = telemetry.logger().bind(run=shard.batch.run, batch=shard.batch.batch_id, execution=shard.execution)
         with self._status.under_way(shard):
             try:
                 self._deliver(claim, log)
+                self._waiting_runs.served(shard.batch.run)
             except LeaseLost as error:
                 self._status.lease_lost()
                 log.warning("lease_lost", error=str(error), next="another uploader has it")
             except RedisAway as error:
                 log.warning("given_up", error=str(error), next="the lease runs out")
-            except StoreAway as error:  # stopping
-                self._consumer.hand_back(claim)
+            except StoreAway as error:
+                stopping = self._consumer.stopping.is_set()
+                seconds = 0.0 if stopping else self._waiting_runs.refused(shard.batch.run, error)
+                self._consumer.hand_back(claim, delay_seconds=seconds)
                 log.info("handed_back", error=str(error))
             except UserError as error:
                 self._status.failed(error)
-                self._consumer.hand_back(claim)
-                raise
+                if isinstance(error, UnknownSchema) or self._waiting_runs.is_all_there_is(shard.batch.run):
+                    self._consumer.hand_back(claim)
+                    raise
+                seconds = self._waiting_runs.refused(shard.batch.run, error)
+                self._consumer.hand_back(claim, delay_seconds=seconds)
+                log.error("run_refused", error=str(error), next=f"other runs go on; tried again in {seconds:.0f} s")
             except Exception as error:
                 self._status.failed(error)
                 log.warning("upload_failed", exc_info=not isinstance(error, HiddenqError), error=str(error))
@@ -175,13 +186,18 @@ class ShardUpload:
             retry=retry_if_exception_type((StoreAway, RedisAway)),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
             sleep=self._sleep,
-            stop=stop_when_event_set(self._consumer.stopping),
+            stop=lambda state: self._consumer.stopping.is_set() or self._is_in_the_way(shard.batch.run, state),
             before_sleep=before_sleep,
             reraise=True,
         )
         result = retrying(work)
         self._status.store_back(shard)
         return result
+
+    def _is_in_the_way(self, run: str, state: RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        waited = state.seconds_since_start or 0.0
+        return isinstance(error, StoreAway) and waited > PATIENCE_SECONDS and not self._waiting_runs.is_alone(run)
 
     def _sleep(self, seconds: float) -> None:
         with self._consumer.pause_deadlines():

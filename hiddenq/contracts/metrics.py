@@ -97,7 +97,8 @@ class UploaderMetrics:
         self.spool_oldest_seconds = gauge("spool_oldest_seconds", "Age of the oldest finished shard in the spool.")
         self.quarantine_bytes = gauge("quarantine_bytes", "Bytes of damaged shards set aside.")
         self.disk_free_bytes = gauge("disk_free_bytes", "Free bytes on the spool's file system.")
-        self.store_away = gauge("store_away", "1 while the object store can't be used.")
+        self.store_away = gauge("store_away", "1 while an object store can't be used.")
+        self.waiting_runs = gauge("waiting_runs", "Runs that are left alone for a while, refused by their store.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.delivery import Consumer, Ledger, connect, dead_letters, fleet, worker_name
 from hiddenq.storage import ObjectStore, Spool
+from hiddenq.storage.runfiles import load_manifest
 from tests.support.redis_server import RedisServer
 from tests.uploader.small_run import FAST, SmallRun
 from uploader import UploaderSettings
-from uploader.finish import load_manifest
 from uploader.service import Uploader
 from uploader.status import UploaderStatus
 

@@ -19,10 +19,10 @@ from hiddenq.contracts.manifest import INDEX_COLUMNS, SelfCheck
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.delivery import Ledger, record_self_check, run_state
 from hiddenq.storage import LocalStore, Spool
+from hiddenq.storage.runfiles import load_manifest
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import finish_run, rebuild_ledger
 from uploader import index as index_module
-from uploader.finish import load_manifest
 from uploader.upload import ledger_entry
 
 

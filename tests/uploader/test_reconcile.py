@@ -37,7 +37,15 @@ def run(redis_client: redis.Redis, store: LocalStore) -> SmallRun:
 
 
 @pytest.fixture
-def reconciler(redis_client: redis.Redis, spool: Spool, run: SmallRun) -> Reconciler:
+def log(monkeypatch: pytest.MonkeyPatch) -> LogCapture:
+    """What is logged."""
+    capture = LogCapture()
+    monkeypatch.setattr(telemetry, "logger", lambda: structlog.wrap_logger(None, processors=[capture]))
+    return capture
+
+
+@pytest.fixture
+def reconciler(redis_client: redis.Redis, spool: Spool, run: SmallRun, log: LogCapture) -> Reconciler:
     runs = Runs(redis_client, spool, UploaderSettings(spool=spool.folder), StoreObserver())
 
     def is_dead(execution: str) -> bool:
@@ -46,16 +54,8 @@ def reconciler(redis_client: redis.Redis, spool: Spool, run: SmallRun) -> Reconc
     return Reconciler(redis_client, spool, runs, run.settings, threading.Event(), is_dead)
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> LogCapture:
-    """What is logged."""
-    capture = LogCapture()
-    monkeypatch.setattr(telemetry, "logger", lambda: structlog.wrap_logger(None, processors=[capture]))
-    return capture
-
-
 def events(log: LogCapture) -> list[str]:
-    return [entry["event"] for entry in log.entries]
+    return [entry["event"] for entry in log.entries if entry["event"] != "store_probed"]
 
 
 def age(spool: Spool, shard: ShardReady, seconds: float = 100) -> None:
@@ -105,20 +105,20 @@ def test_an_orphan_of_a_committed_batch_is_removed(
     shard = orphan(run, spool, 0)
     other = shard.model_copy(update={"execution": "bbbbbbbb"})
     Ledger(redis_client, run.name).adopt([ledger_entry(names.shard_key("000000", "bbbbbbbb"), other)])
-    reconciler._log = telemetry.logger()
     reconciler.once()
     assert spool.files() == []
     assert "orphan_removed" in events(log)
 
 
 def test_an_orphan_whose_batch_is_on_a_gpu_is_removed(
-    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, spool: Spool
+    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, spool: Spool, log: LogCapture
 ) -> None:
     with run.worker(redis_client, spool) as consumer:
         (claim,) = consumer.claim(1)
         shard = orphan(run, spool, int(claim.message.batch_id))
         reconciler.once()
         assert spool.files() == []
+        assert events(log) == ["orphan_removed"]
         assert shard.file_name not in spool_file_names(redis_client, spool.spool_id)
         consumer.hand_back(claim)
 
@@ -144,7 +144,7 @@ def test_what_a_living_execution_needs_is_never_touched(
         assert shard.file_name in [entry.file_name for entry in spool.files()], "it waits for its upload"
 
 
-def test_temporaries_of_dead_executions_are_removed(reconciler: Reconciler, spool: Spool) -> None:
+def test_temporaries_of_dead_executions_are_removed(reconciler: Reconciler, spool: Spool, log: LogCapture) -> None:
     assert spool.reserve("000000-abcdef01.safetensors", 100) is not None
     temporary = spool.folder / ".tmp-abcdef01-000000-abcdef01.safetensors"
     reconciler.once()
@@ -152,6 +152,7 @@ def test_temporaries_of_dead_executions_are_removed(reconciler: Reconciler, spoo
     os.utime(temporary, (1, 1))
     reconciler.once()
     assert not temporary.exists()
+    assert events(log) == ["temporary_removed"]
     assert spool.usage().num_bytes == 0
 
 
@@ -169,7 +170,7 @@ def test_boot_time_is_in_the_past() -> None:
 
 
 def test_an_orphan_that_is_damaged_or_of_an_unknown_run_is_set_aside(
-    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, spool: Spool, tmp_path: Path
+    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, spool: Spool, log: LogCapture
 ) -> None:
     damaged = orphan(run, spool, 0)
     spool.path(damaged.file_name).write_bytes(b"x" * 100)
@@ -182,6 +183,7 @@ def test_an_orphan_that_is_damaged_or_of_an_unknown_run_is_set_aside(
     age(spool, unknown, 2 * reconcile.UNKNOWN_RUN_SECONDS)
     reconciler.once()
     assert spool.files() == []
+    assert events(log) == ["orphan_damaged", "orphan_set_aside"]
     reason = (spool.folder / "quarantine" / f"{unknown.file_name}.reason").read_text()
     assert reason == "Redis knows no run 'stranger'\n"
 
@@ -193,8 +195,33 @@ def test_an_orphan_of_no_batch_of_its_run_is_removed(reconciler: Reconciler, run
     assert spool.files() == []
 
 
+def test_a_run_whose_location_refuses_does_not_keep_the_others_from_being_looked_after(
+    redis_client: redis.Redis,
+    reconciler: Reconciler,
+    run: SmallRun,
+    spool: Spool,
+    tmp_path: Path,
+    log: LogCapture,
+) -> None:
+    broken = small_run(name="a-broken-one", num_batches=1)
+    place = LocalStore(tmp_path / "broken")
+    broken.start(redis_client, place)
+    left = orphan(broken, spool, 0)
+    place.delete(names.RUN_JSON)
+    adopted = orphan(run, spool, 0, "bbbbbbbb")
+    reconciler.once()
+    assert events(log) == ["run_left_alone", "run_left_alone", "orphan_adopted"]
+    assert spool_file_names(redis_client, spool.spool_id) == {adopted.file_name}
+    assert spool.path(left.file_name).exists()
+
+
 def test_a_dead_letters_shard_does_not_fill_the_spool_even_if_its_uploader_died_before_it_could_set_it_aside(
-    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, spool: Spool, redis_server: RedisServer
+    redis_client: redis.Redis,
+    reconciler: Reconciler,
+    run: SmallRun,
+    spool: Spool,
+    redis_server: RedisServer,
+    log: LogCapture,
 ) -> None:
     (shard,) = run.extract(redis_client, spool, limit=1)
     running = RunningUploader(redis_server, spool)
@@ -203,5 +230,6 @@ def test_a_dead_letters_shard_does_not_fill_the_spool_even_if_its_uploader_died_
             (claim,) = wait_until(lambda: consumer.claim(1))
             consumer.fail(claim, RuntimeError("a fault of ours"))
         reconciler.once()
+    assert "dead_upload_set_aside" in events(log)
     assert spool.files() == []
     assert (spool.folder / "quarantine" / shard.file_name).exists()

@@ -1,4 +1,4 @@
-"""An outage of any length ends with everything uploaded, a refusal ends the process, and no death costs a shard."""
+"""Outages of any length end with everything uploaded, a refusal holds up its own run alone, no death costs a shard."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused
 from hiddenq.delivery import Ledger, run_state
 from hiddenq.storage import LocalStore, ObjectStore, Spool, StoreSettings, local, open_store, s3_client
+from hiddenq.storage.runfiles import load_manifest
 from tests.support.faulty_proxy import Answer, BlackHole, FaultyProxy, Reset, Slow, parts, puts
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Location, S3Server
 from tests.support.waiting import wait_until
 from tests.uploader.running import invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
-from uploader import upload
-from uploader.finish import load_manifest
+from uploader import upload, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(upload, "LONGEST_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(upload, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(waiting, "FIRST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(waiting, "LONGEST_WAIT_SECONDS", 0.5)
 
 
 def start_in_s3(
@@ -100,7 +103,69 @@ def test_an_outage_is_told_and_waited_for_longer_than_any_lease(
     invariant_holds(redis_client, run, store, spool)
 
 
-def test_a_store_that_refuses_ends_the_process_and_the_next_one_uploads_everything(
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(Answer(403, "AccessDenied"), "permission denied"), (Answer(503, "SlowDown"), "asks to slow down")],
+    ids=["refuses", "is away"],
+)
+def test_a_run_whose_store_fails_waits_while_the_other_runs_of_the_spool_go_on(
+    redis_server: RedisServer,
+    redis_client: redis.Redis,
+    spool: Spool,
+    store: LocalStore,
+    faulty_proxy: FaultyProxy,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    fault: Answer,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing, other = small_run(name="failing", num_batches=3), small_run(name="other", num_batches=3, seed=1)
+    failing_store = start_in_s3(failing, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
+    other.start(redis_client, store)
+    failing.extract(redis_client, spool)
+    other.extract(redis_client, spool)
+    faulty_proxy.plan(fault, when=states)
+    caplog.set_level("INFO")
+    with running_uploader(redis_server, spool, num_concurrent=1) as uploader:
+        finished(redis_client, other)
+        assert len(spool.files()) == 3, "every shard of the run that waits is kept"
+        wait_until(lambda: uploader.metric("waiting_runs") == 1 and uploader.metric("store_away") == 1)
+        report = wait_until(lambda: (r := uploader.status.report()).state == "waiting" and r)
+        assert reason in report.detail
+        told = {record.msg["event"] for record in caplog.records if reason in str(record.msg)}  # type: ignore[index]
+        assert told & {"run_refused", "handed_back"}
+        faulty_proxy.heal()
+        finished(redis_client, failing)
+        wait_until(lambda: uploader.metric("waiting_runs") == 0 and uploader.metric("store_away") == 0)
+        assert uploader.error is None
+    invariant_holds(redis_client, failing, failing_store, spool)
+    invariant_holds(redis_client, other, store, spool)
+
+
+def test_a_run_that_worked_and_is_refused_later_waits_until_it_is_mended(
+    redis_server: RedisServer,
+    redis_client: redis.Redis,
+    spool: Spool,
+    faulty_proxy: FaultyProxy,
+    s3_server: S3Server,
+    s3_location: S3Location,
+) -> None:
+    run = small_run(num_batches=3)
+    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
+    run.extract(redis_client, spool, limit=1)
+    with running_uploader(redis_server, spool) as uploader:
+        wait_until(lambda: uploader.metric("files_total", result="committed") == 1)
+        faulty_proxy.plan(Answer(403, "AccessDenied"), when=states)
+        run.extract(redis_client, spool)
+        wait_until(lambda: uploader.metric("errors_total", error="StoreRefused") > 1)
+        wait_until(lambda: "run small waits: " in uploader.status.report().detail)
+        faulty_proxy.heal()
+        finished(redis_client, run)
+    invariant_holds(redis_client, run, store, spool)
+
+
+def test_the_only_run_refused_from_the_start_ends_the_process_and_the_next_one_uploads_everything(
     redis_server: RedisServer,
     redis_client: redis.Redis,
     spool: Spool,

@@ -15,13 +15,13 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, RunMismatch, StoreRefused, UsageError
 from hiddenq.delivery import Ledger, dead_letters, fleet, retry_dead, run_state
 from hiddenq.storage import LocalStore, Spool
+from hiddenq.storage.runfiles import load_manifest
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import free_port
 from tests.support.waiting import wait_until
 from tests.uploader.running import RunningUploader, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import UploaderSettings, serve
-from uploader.finish import load_manifest
 from uploader.upload import check_header, ledger_entry
 
 
@@ -314,7 +314,6 @@ def test_no_uploader_imports_torch() -> None:
     [
         ({"num_concurrent": 0}, "--concurrent 0: expected 1 or more"),
         ({"nice": 20}, "--nice 20: expected 0 to 19"),
-        ({"bandwidth_bytes_per_second": 0}, "--bandwidth 0: expected a positive number"),
         ({"reconcile_seconds": 0}, "--reconcile-seconds 0: expected a positive number"),
     ],
 )
