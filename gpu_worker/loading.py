@@ -1,8 +1,9 @@
 """From a checkpoint to its language decoder: only that, all of it, and in the numbers the run asked for.
 
-Invariant: every weight of the decoder came from the checkpoint (Transformers fills gaps with random numbers and says so
-only in its loading info, which is always asked for); layers are counted and layer ids checked on a model without
-weights before any weight is read; a quantised checkpoint runs as it is, or dequantised because someone said so.
+Invariant: every weight of the decoder came from the checkpoint's safetensors files, never from a pickle (Transformers
+fills gaps with random numbers and says so only in its loading info, which is always asked for); layers are counted and
+layer ids checked on a model without weights before any weight is read; a quantised checkpoint runs as it is, or
+dequantised because someone said so.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from gpu_worker.decoder import count_layers
 from gpu_worker.extraction import check_layers
 from hiddenq.contracts.errors import ModelError
+from hiddenq.model_identity import weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
 """Prefix of the decoder's weights in a wrapper's checkpoint."""
@@ -76,9 +79,12 @@ def load_decoder(
     method = _quantization_method(config)
     attention, shell = _build_shell(path, text_config, attention, common)
     check_layers(target_layer_ids, count_layers(shell))
+    if Path(path).is_dir():
+        weight_files(Path(path))
     arguments: dict[str, Any] = common | {
         "config": text_config,
         "dtype": dtype,
+        "use_safetensors": True,
         "attn_implementation": attention,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are in the loading info, and refused below
@@ -189,7 +195,7 @@ def _from_pretrained(path: str, arguments: dict[str, Any], method: str | None) -
             f"--model {path}: does not fit into GPU memory: {_first_line(error)}; "
             "--gpus-per-worker N spreads it over several GPUs"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"--model {path}: {_first_line(error)}") from error
     return model, info
 

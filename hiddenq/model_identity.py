@@ -23,8 +23,8 @@ AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 """Config keys that leave the states as they are: the dtype stands in `ModelIdentity` itself."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+"""Weights that are never loaded: most are pickles, which run code."""
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 16
 _REACH_SECONDS = 3.0
@@ -55,11 +55,13 @@ def identify_model(
     Raises:
         ModelError: no such model, no config or weights in it, or a kind that has no decoder of its own.
     """
+    if "://" in model:
+        raise ModelError("--model: expected a folder or a hub id, found a URL")  # not shown: it may hold a password
     folder = Path(model).expanduser()
     is_folder = folder.is_dir()
     if is_folder and not (folder / "config.json").is_file():
         raise ModelError(f"--model {model}: the folder holds no config.json; name a transformers checkpoint")
-    if not is_folder and _is_path(model):
+    if not is_folder and is_path(model):
         raise ModelError(f"--model {model}: no such folder")
     local_only = is_folder or not hub_answers()
     from transformers import AutoConfig, PreTrainedConfig
@@ -90,6 +92,28 @@ def identify_model(
         quantization=_quantization(config, text_config),
     )
     return TargetModel(identity=identity, config=config, text_config=text_config, local_only=local_only)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A checkpoint's safetensors files, by name.
+
+    Raises:
+        ModelError: it has none, only pickles or other kinds of weights, or it can't be read.
+    """
+    try:
+        names = sorted(file.name for file in folder.iterdir())
+    except OSError as error:
+        raise ModelError(f"--model {folder}: can't be read: {error.strerror}") from error
+    found = [folder / name for name in names if name.endswith(".safetensors")]
+    if not found:
+        others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+        if others:
+            raise ModelError(
+                f"--model {folder}: its weights are no safetensors (found {others[0]}), and nothing else is ever "
+                "loaded, because a pickle runs code; save the checkpoint as safetensors"
+            )
+        raise ModelError(f"--model {folder}: the folder holds no weights (*.safetensors)")
+    return found
 
 
 def block_torch() -> None:
@@ -161,19 +185,17 @@ def _decisive(raw: Any) -> Any:
 
 def _weights_digest(folder: Path) -> str:
     """Over names, sizes and evenly spread samples of the bytes of a folder's weight files."""
-    files = sorted(
-        file for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES and file.name not in _NOT_WEIGHTS
-    )
-    if not files:
-        raise ModelError(f"--model {folder}: the folder holds no weights ({', '.join(_WEIGHT_SUFFIXES)})")
     digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for sample in range(_NUM_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
+    for file in weight_files(folder):
+        try:
+            with file.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                digest.update(f"{file.name}\0{size}\0".encode())
+                for sample in range(_NUM_SAMPLES):
+                    stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                    digest.update(stream.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"--model {folder}: {file.name} can't be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -181,7 +203,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _is_path(model: str) -> bool:
+def is_path(model: str) -> bool:
     """Whether a name can only be meant as a folder: a hub id is `name` or `owner/name`."""
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
 

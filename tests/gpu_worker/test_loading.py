@@ -75,6 +75,59 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
         load_decoder(str(folder), dtype=torch.float32)
 
 
+class Marker:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "pytorch_model.bin.index.json"])
+def test_a_checkpoint_of_pickles_is_refused_in_one_line_and_never_opened(tmp_path: Path, name: str) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    mark = tmp_path / "mark"
+    pickled = folder / "pytorch_model-00001-of-00001.bin" if name.endswith(".json") else folder / name
+    torch.save({"model.norm.weight": Marker(mark)}, pickled)
+    if name.endswith(".json"):
+        (folder / name).write_text(json.dumps({"weight_map": {"model.norm.weight": pickled.name}}))
+    with pytest.raises(ModelError, match="its weights are no safetensors") as caught:
+        load_decoder(str(folder), dtype=torch.float32)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not mark.exists()
+
+
+def test_pickles_beside_safetensors_are_left_alone_and_nothing_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    mark = tmp_path / "mark"
+    torch.save({"model.norm.weight": Marker(mark)}, folder / "pytorch_model.bin")
+    load_decoder(str(folder), dtype=torch.float32)
+    assert not mark.exists()
+    asked: list[Any] = []
+
+    def from_pretrained(path: str, **arguments: Any) -> Any:
+        asked.append(arguments["use_safetensors"])
+        raise OSError("no")
+
+    monkeypatch.setattr(AutoModel, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelError, match="no"):
+        load_decoder(str(folder), dtype=torch.float32)
+    assert asked == [True], "of a hub model, too, whose files are not here to be looked at"
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+    with pytest.raises(ModelError, match=f"--model {folder}: ") as caught:
+        load_decoder(str(folder), dtype=torch.float32)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_layer_ids_are_checked_before_any_weight_is_read(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "no-weights", tiny_config("llama"))
     with pytest.raises(ModelError, match="layer 7 does not exist; this model has 4 layers, ids 0 to 3"):

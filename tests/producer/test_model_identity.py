@@ -120,6 +120,14 @@ def test_quantisation_is_recorded(tmp_path: Path) -> None:
          "its config.json can't be used"),
         (lambda folder: (save(folder, tiny_config("llama")), (folder / "model.safetensors").unlink()),
          "the folder holds no weights"),
+        (lambda folder: (save(folder, tiny_config("llama")),
+                         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
+         r"its weights are no safetensors \(found pytorch_model\.bin\), and nothing else is ever loaded, because a pickle"),
+        (lambda folder: (save(folder, tiny_config("llama")), (folder / "model.safetensors").unlink(),
+                         (folder / "model.safetensors").symlink_to("/nowhere")),
+         "model.safetensors can't be read: No such file"),
+        (lambda folder: (save(folder, tiny_config("llama")), (folder / "second.safetensors").mkdir()),
+         "second.safetensors can't be read: Is a directory"),
         (lambda folder: save(folder, transformers.T5Config()), "t5 is an encoder-decoder; hiddenq reads decoders only"),
     ],
 )  # fmt: skip
@@ -129,6 +137,12 @@ def test_a_model_that_cannot_be_used_is_one_line(tmp_path: Path, make: Any, text
     with pytest.raises(ModelError, match=text) as refused:
         identify(folder)
     assert "\n" not in str(refused.value)
+
+
+def test_a_url_is_no_model_and_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="expected a folder or a hub id, found a URL") as refused:
+        identify_model("https://me:planted@host/model")
+    assert "planted" not in str(refused.value)
 
 
 def test_a_hub_out_of_reach_is_found_out_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
