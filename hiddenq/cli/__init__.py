@@ -10,26 +10,31 @@ traceback); 3 a fault of ours; 130 or 143 interrupted (resumable).
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 from pydantic import ValidationError
 
 import hiddenq
-from hiddenq.contracts.errors import HiddenqError, UserError
+from hiddenq.contracts.errors import HiddenqError, RetryableError, UserError
 from hiddenq.supervisor import die_with_parent
 
 FAULT_OF_OURS = 3
+_CommandLineError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+"""The root of what Typer raises for a wrong command line: of click, or of the click that Typer brings along."""
+_OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOENT})
+"""What is wrong with a disk, whichever file it was; it may pass."""
 
 app = typer.Typer(
     name="hiddenq",
     help="Hidden states of a language model over a whole dataset, through a queue, into an object store.",
-    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option NAME is also a variable HIDDENQ_NAME.",
+    epilog="Start with `hiddenq plan`, then `hiddenq run`. Every option --SOME-NAME is also a variable "
+    "HIDDENQ_SOME_NAME, unless its help names another one.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -64,12 +69,15 @@ def exit_status(arguments: list[str]) -> int:
     """Run one command; errors become one line on stderr and a status, never a traceback unless the fault is ours."""
     try:
         result = app(arguments, standalone_mode=False)
-    except click.exceptions.Exit as leaving:
+    except typer.Exit as leaving:
         return leaving.exit_code
-    except click.ClickException as error:
-        error.show()
+    except _CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            _say(f"{error.format_message().rstrip('.')}; --help says what there is")
         return UserError.exit_status
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever read our output has gone; what is still buffered must not complain about it at exit.
@@ -80,17 +88,24 @@ def exit_status(arguments: list[str]) -> int:
         option = str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
         _say(f"--{option}: {first['msg'].removeprefix('Value error, ')}")
         return UserError.exit_status
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        _say(f"{error.filename}: {error.strerror}; give this user a path it can write to")
-        return UserError.exit_status
     except HiddenqError as error:
         _say(str(error))
         return error.exit_status
+    except OSError as error:
+        if error.filename is None and error.errno not in _OF_A_DISK:
+            return _fault(error)
+        _say(f"{error.filename or 'a disk'}: {error.strerror}; is it there, and may this user use it?")
+        supervised = arguments[0].endswith("-process")  # it is started again, for the disk may come back
+        return RetryableError.exit_status if supervised and error.errno in _OF_A_DISK else UserError.exit_status
     except Exception as error:
-        traceback.print_exc()
-        _say(f"a fault of ours: {error!r}; the lines above say where")
-        return FAULT_OF_OURS
+        return _fault(error)
     return result if isinstance(result, int) else 0
+
+
+def _fault(error: Exception) -> int:
+    traceback.print_exc()
+    _say(f"a fault of ours: {error!r}; the lines above say where")
+    return FAULT_OF_OURS
 
 
 def _say(text: str) -> None:

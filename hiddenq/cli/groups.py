@@ -23,8 +23,15 @@ MODEL_PANEL = "Model and states"
 _MODEL, _DATA, _STORE, _REDIS, _HOST = MODEL_PANEL, "Data", "Store", "Queue", "This machine"
 
 
-def _option(panel: str, *names: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
+def _option(
+    panel: str,
+    *names: str,
+    text: str,
+    metavar: str | None = None,
+    least: int | None = None,
+    variable: str | None = None,
+) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, min=least, envvar=variable, rich_help_panel=panel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,10 @@ class InputOptions:
     surrogates: Annotated[str, _option(_DATA, text="Unpaired surrogates in a text: replace or reject.")] = "replace"
     processes: Annotated[int | None, _option(_HOST, text="Tokenising processes; one a core by default.")] = None
     trust_remote_code: Annotated[bool, _option(_MODEL, text="Run Python code that comes with the model.")] = False
-    run: Annotated[str | None, _option(_DATA, text="Name of the run; the last part of --out by default.")] = None
+    run: Annotated[
+        str | None,
+        _option(_DATA, text="Name of the run; the last part of --out by default.", variable="HIDDENQ_RUN_NAME"),
+    ] = None
 
     def settings(self, more_data: list[str], run_name: str) -> ProducerSettings:
         """The producer's settings, checked."""
@@ -106,7 +116,8 @@ class StoreOptions:
     storage_class: Annotated[str | None, _option(_STORE, text="Storage class of the shards.")] = None
     request_payer: Annotated[bool, _option(_STORE, text="The requester pays.")] = False
     bandwidth: Annotated[
-        int | None, _option(_STORE, text="The most bytes a second that a host's uploaders send, together.")
+        int | None,
+        _option(_STORE, text="The most bytes a second that each host's uploaders send, together.", least=1),
     ] = None
     checksums: Annotated[
         str, _option(_STORE, text="auto (probed), crc64nvme (the store must verify) or metadata (read back).")
@@ -145,7 +156,7 @@ class HostOptions:
     spool_bytes: Annotated[
         int | None, _option(_HOST, text="High mark of the spool: workers pause above so many bytes.")
     ] = None
-    uploaders: Annotated[int, typer.Option(min=1, help="Uploader processes.", metavar="N", rich_help_panel=_HOST)] = 2
+    uploaders: Annotated[int, _option(_HOST, text="Uploader processes.", metavar="N", least=1)] = 2
     metrics_port: Annotated[
         int,
         _option(

@@ -1,7 +1,8 @@
 """Groups of command-line options, each a dataclass that several commands share.
 
 Invariant: an option is declared once. `grouped` shows Typer the fields of every dataclass parameter as options of
-the command, each with the environment variable `HIDDENQ_<FIELD>`, and hands the command whole groups.
+the command, and hands the command whole groups. Each option is also the environment variable `HIDDENQ_<OPTION>`; where
+that name means something else for another command, the option has a name of its own, which its help shows.
 """
 
 from __future__ import annotations

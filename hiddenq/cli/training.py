@@ -28,7 +28,11 @@ def export(
     to: Annotated[str, typer.Option(help="speculators, specforge, modelopt, eagle or automodel-dspark.")],
     dest: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix to write to.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the states: bfloat16, float16, float32; float8_e4m3fn for speculators.")
+        str | None,
+        typer.Option(
+            envvar="HIDDENQ_EXPORT_DTYPE",
+            help="Dtype of the states: bfloat16, float16, float32; float8_e4m3fn for speculators.",
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Shuffle the rows by this seed; else in sample order.")] = None,
     method: Annotated[str, typer.Option(help="SpecForge: eagle3, dflash or dspark.")] = "eagle3",
@@ -38,7 +42,7 @@ def export(
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="Also write the drafter's vocabulary: the most frequent supervised tokens.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Objects written at a time.")] = 8,
+    threads: Annotated[int, typer.Option(min=1, help="Objects written at a time.")] = 8,
 ) -> int:
     """Write what a trainer loads; layer ids and norms in its own convention. Goes on where it was interrupted."""
     from hiddenq.progress import TerminalProgress
