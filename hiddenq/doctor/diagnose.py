@@ -22,6 +22,7 @@ from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool
 from hiddenq.doctor.location import check_location, run_config
 from hiddenq.doctor.model import check_model
 from hiddenq.doctor.queue import check_queue
+from hiddenq.model_identity import is_path
 from hiddenq.storage import StoreSettings, open_store
 
 Role = Literal["all", "produce", "worker", "upload", "monitor"]
@@ -40,8 +41,8 @@ class DoctorSettings(Frozen):
     location: str | None = None
     """Output location; a worker learns it from Redis instead."""
     store: StoreSettings = StoreSettings()
-    model: Path | None = None
-    """Folder of the target model on this machine; None for the one that the run names."""
+    model: str | None = None
+    """Folder (or hub id) of the target model on this machine; None for the one that the run names."""
     gpus_per_worker: int = 1
 
     @property
@@ -69,7 +70,7 @@ def _findings(settings: DoctorSettings, nvml: Any, around: Surroundings | None) 
     if settings.uses_gpus:
         yield from _guarded("GPUs", gpus)
         yield from _guarded("caches", lambda: [check_cache(cache_folder()), check_shared_memory()])
-    model = settings.model or _model_folder(settings, run)
+    model = _model_folder(settings, run)
     spool, url, location = settings.spool, settings.redis_url, settings.location
     if model:
         yield from _guarded(
@@ -118,7 +119,10 @@ def _run(settings: DoctorSettings) -> RunConfig | None:
 
 
 def _model_folder(settings: DoctorSettings, run: RunConfig | None) -> Path | None:
-    """The run's model, for those who load it, if it lies in a folder here; a hub model is found out by the load."""
+    """The folder of the model asked for, or of the run's for who loads it; a hub model is found out by the load."""
+    if settings.model:
+        folder = Path(settings.model).expanduser()
+        return folder if folder.is_dir() or is_path(settings.model) else None
     if run is None or settings.role not in ("all", "worker"):
         return None
     folder = Path(run.model.model).expanduser()

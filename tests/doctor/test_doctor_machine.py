@@ -15,6 +15,8 @@ import pytest
 from hiddenq.contracts.errors import StoreAway
 from hiddenq.contracts.run import RunConfig
 from hiddenq.doctor import DoctorSettings, Finding, diagnose
+from hiddenq.doctor.__main__ import main as preflight
+from hiddenq.doctor.__main__ import settings_of
 from hiddenq.doctor.driver import Surroundings
 from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool, file_system
 from hiddenq.doctor.location import check_location, check_store_clock, remaining_bytes
@@ -186,6 +188,59 @@ def test_a_hybrid_without_fast_kernels_and_a_missing_compiler_are_found(monkeypa
 
 def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     assert "holds no checkpoint" in whats(list(check_model(tmp_path, [])), "error")
+
+
+def test_a_hub_model_is_left_to_the_load_and_a_folder_that_is_not_there_is_an_error() -> None:
+    assert diagnose(DoctorSettings(role="upload", model="Qwen/Qwen3-8B")) == []
+    found = diagnose(DoctorSettings(role="upload", model="/models/nothing"))
+    assert "/models/nothing holds no checkpoint" in whats(found, "error")
+
+
+def test_a_preflight_takes_what_its_command_would_take_from_the_same_variables() -> None:
+    variables = {
+        "HIDDENQ_OUT": "s3://b/p",
+        "HIDDENQ_ENDPOINT_URL": "https://store.example",
+        "HIDDENQ_ADDRESSING_STYLE": "virtual",
+        "HIDDENQ_SSE": "aws:kms",
+        "HIDDENQ_REQUEST_PAYER": "true",
+        "HIDDENQ_CHECKSUMS": "metadata",
+        "HIDDENQ_REGION": "",
+        "HIDDENQ_GPUS_PER_WORKER": "4",
+        "HIDDENQ_WORKER_MODEL": "/models/here",
+        "HIDDENQ_SPOOL": "/spool",
+        "PROFILE": "somebody else's",
+    }
+    produce, worker = settings_of("produce", variables), settings_of("worker", variables)
+    assert produce.location == "s3://b/p"
+    assert produce.store == StoreSettings(
+        endpoint_url="https://store.example",
+        addressing_style="virtual",
+        sse="aws:kms",
+        request_payer=True,
+        checksums="metadata",
+    )
+    assert (worker.gpus_per_worker, worker.model, worker.spool) == (4, "/models/here", Path("/spool"))
+    assert (produce.model, produce.spool, worker.location) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HIDDENQ_ENDPOINT_URL", "http://me:planted-secret@store:9000", "it holds credentials"),
+        ("HIDDENQ_ADDRESSING_STYLE", "planted-secret", "HIDDENQ_ADDRESSING_STYLE: Input should be"),
+        ("HIDDENQ_GPUS_PER_WORKER", "planted-secret", "HIDDENQ_GPUS_PER_WORKER: Input should be a valid integer"),
+    ],
+)
+def test_a_variable_that_can_not_be_stops_a_container_with_its_name_and_without_its_value(
+    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["doctor", "produce"])
+    monkeypatch.setenv(name, value)
+    assert preflight() == 2
+    told = capsys.readouterr().err
+    assert text in told
+    assert "planted" not in told
+    assert "Traceback" not in told
 
 
 def test_a_role_is_asked_only_what_it_needs(tmp_path: Path) -> None:
