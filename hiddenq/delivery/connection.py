@@ -153,6 +153,8 @@ def connect(
     if not url:
         raise UsageError("no Redis address: give --redis-url or set HIDDENQ_REDIS_URL (redis://HOST:6379/0)")
     where = _without_password(url)
+    if "password=" in urlsplit(url).query:
+        raise UsageError(f"--redis-url {where}: a password stands in HIDDENQ_REDIS_PASSWORD, not behind the address")
     options: dict[str, Any] = {} if urlsplit(url).password else {"password": password or _password()}
     try:
         client = redis.Redis.from_url(
@@ -219,4 +221,4 @@ def _password() -> str | None:
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

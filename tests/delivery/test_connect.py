@@ -88,6 +88,15 @@ def test_an_unreachable_server_is_waited_for_then_given_up() -> None:
         connect(f"redis://user:secret@127.0.0.1:{free_port()}/0", wait_seconds=0.2)
 
 
+def test_no_password_in_an_address_is_ever_shown() -> None:
+    with pytest.raises(UsageError, match="a password stands in HIDDENQ_REDIS_PASSWORD") as caught:
+        connect("redis://127.0.0.1:1/0?password=planted")
+    assert "planted" not in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        connect("nonsense://me:planted@127.0.0.1:1/0")
+    assert "planted" not in str(caught.value)
+
+
 def test_a_full_server_is_away_not_refused(own_redis_server: RedisServer) -> None:
     with own_redis_server.client() as client:
         client.config_set("maxmemory", 1)
