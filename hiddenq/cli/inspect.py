@@ -198,7 +198,7 @@ def doctor(
     queue: QueueOptions,
     store: StoreOptions,
     out: OutOption = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of the target model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder (or hub id) of the target model.")] = None,
     spool: Annotated[Path | None, typer.Option(help="Spool folder.")] = None,
     devices: Annotated[str, typer.Option(help="As for `run`; with cpu a missing GPU is no fault.")] = "auto",
     gpus_per_worker: Annotated[int, typer.Option(metavar="N", help="GPUs that share one copy of the model.")] = 1,
