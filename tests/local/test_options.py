@@ -20,6 +20,7 @@ OTHER_NAMES = {
     ("monitor", "--port"): "HIDDENQ_MONITOR_PORT",
     ("monitor", "--bind"): "HIDDENQ_MONITOR_BIND",
     ("export", "--dtype"): "HIDDENQ_EXPORT_DTYPE",
+    ("failed list", "--limit"): "HIDDENQ_FAILED_LIMIT",
 }
 
 
