@@ -25,7 +25,7 @@ from hiddenq.contracts.shard import ShardFormat
 from hiddenq.delivery import Ledger, RunRecord, dead_letters, mark_finished, self_checks
 from hiddenq.delivery.connection import away_errors
 from hiddenq.storage import ObjectStore
-from hiddenq.storage.runfiles import load_batches
+from hiddenq.storage.runfiles import load_batches, load_manifest
 from uploader.index import build_index
 
 
@@ -44,13 +44,16 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
         letters = dead_letters(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
-        if (existing := load_manifest(store)) and _is_final(existing, record, batches, entries, store):
+        if (existing := _readable_manifest(store)) and _is_final(existing, record, batches, entries, store):
             mark_finished(client, record.run)
             return existing
         index = build_index(store, ShardFormat.of_run(record.config), batches, entries, still_mine=still_mine)
         checks = self_checks(client, record.run)
         manifest = _manifest(record, batches, entries, letters, crc.of_bytes(index)).model_copy(
-            update={"self_checks": tuple(checks)}
+            update={
+                "self_checks": tuple(checks),
+                "run_json_checksum": crc.of_bytes(store.get_bytes(names.RUN_JSON)),
+            }
         )
         if existing and _same(existing, manifest):
             manifest = existing
@@ -80,14 +83,6 @@ def mirror_run(store: ObjectStore, mirror: ObjectStore) -> None:
         mirror.put_bytes(key, store.get_bytes(key))
 
 
-def load_manifest(store: ObjectStore) -> Manifest | None:
-    """The manifest at a location; None if there is none, or none that this hiddenq can read."""
-    try:
-        return Manifest.parse(store.get_bytes(names.MANIFEST))
-    except (ObjectMissing, BadMessage, UnknownSchema):
-        return None
-
-
 def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int:
     """Remove shards that lost to another of their batch; returns how many.
 
@@ -115,6 +110,13 @@ def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int
         store.delete(key)
         telemetry.logger().info("twin_removed", key=key, committed=committed)
     return len(losers)
+
+
+def _readable_manifest(store: ObjectStore) -> Manifest | None:
+    """The manifest that lies there, if this hiddenq can read it; any other one is replaced."""
+    with contextlib.suppress(ObjectMissing, BadMessage, UnknownSchema):
+        return load_manifest(store)
+    return None
 
 
 def _manifest(

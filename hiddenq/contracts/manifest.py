@@ -126,5 +126,7 @@ class Manifest(Versioned):
     """Bytes of all committed shards."""
     index_checksum: str
     plan_digest: str
+    run_json_checksum: str = ""
+    """Of `run.json` as it lay there when the manifest was written."""
     dead_letters: tuple[BatchId, ...]
     self_checks: tuple[SelfCheck, ...]

@@ -9,6 +9,7 @@ Shape legend: S tokens of a sample, K target layers, H hidden size.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Sequence
@@ -88,16 +89,21 @@ class ShardFormat:
             columns.append(("final_hidden_state", final, (hidden,)))
         return [*columns, ("input_ids", "I64", ()), ("loss_mask", "I64", ())]
 
-    @property
+    @functools.cached_property
+    def token_layout(self) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+        """Each of `columns()` with the bytes that it takes for a token."""
+        return tuple((name, dtype, tail, _product(tail) * ITEM_BYTES[dtype]) for name, dtype, tail in self.columns())
+
+    @functools.cached_property
     def bytes_per_token(self) -> int:
         """Bytes stored for one token, ids and mask included."""
-        return sum(_product(tail) * ITEM_BYTES[dtype] for _, dtype, tail in self.columns())
+        return sum(width for *_, width in self.token_layout)
 
     def sample_tensors(self, sample_id: int, num_tokens: int, begin: int) -> list[TensorSpec]:
         """The tensors of one sample that starts at `begin`."""
         specs = []
-        for name, dtype, tail in self.columns():
-            end = begin + num_tokens * _product(tail) * ITEM_BYTES[dtype]
+        for name, dtype, tail, width in self.token_layout:
+            end = begin + num_tokens * width
             specs.append(
                 TensorSpec(name=f"{sample_id}.{name}", dtype=dtype, shape=(num_tokens, *tail), begin=begin, end=end)
             )
@@ -174,7 +180,7 @@ def parse_header(header: bytes, *, name: str, num_bytes: int) -> tuple[dict[str,
     if len(header) != expected:
         raise DamagedShard(f"{name}: header cut: expected {expected} bytes, found {len(header)}")
     try:
-        fields = json.loads(header[8:])
+        fields = json.loads(header[8:], object_pairs_hook=_once)
         metadata = json.loads(fields.pop("__metadata__", {}).get(METADATA_KEY, "{}"))
         specs = {
             tensor: TensorSpec(
@@ -198,6 +204,14 @@ def parse_header(header: bytes, *, name: str, num_bytes: int) -> tuple[dict[str,
     if expected + position != num_bytes:
         raise DamagedShard(f"{name}: expected {expected + position} bytes by its header, found {num_bytes}")
     return specs, metadata
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that stands there twice would mean one thing to us and another to other readers."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return fields
 
 
 def _product(sizes: Sequence[int]) -> int:

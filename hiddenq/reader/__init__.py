@@ -5,10 +5,12 @@ Consumes a run's output location, finished or still going; produces samples, exp
 recomputes samples from the model).
 
     index.py      where each sample lies            run.py          open a run, read a sample
-    decode.py     bytes to tensors                  target_head.py  post-norm states, logits
+    files.py      byte ranges, from anywhere        decode.py       bytes to tensors
     dataset.py    map-style dataset, collate        stream.py       iterable dataset
+    ahead.py      reading before it is asked for    target_head.py  post-norm states, logits
     checks/       verify: every check of a run      exports/        what trainers load
     trainers.py   datasets in place of theirs       show.py         one sample for a person
+    budget.py     a bound on memory                 buffers.py      memory used again
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify

@@ -43,7 +43,7 @@ class HiddenStatesDataset(Dataset[Sample]):
             threads: samples of a batch that are read at a time.
 
         Raises:
-            UsageError: a sample that the run has not.
+            UsageError: a sample that the run has not, or no thread.
         """
         self.run = run if isinstance(run, Run) else open_run(run)
         ids = self.run.sample_ids if sample_ids is None else np.asarray(sample_ids, np.int64)
@@ -51,6 +51,8 @@ class HiddenStatesDataset(Dataset[Sample]):
         if len(missing):
             raise UsageError(f"sample_ids: {len(missing)} are not in run {self.run.config.run}, first {missing[0]}")
         self.sample_ids: Integers = ids
+        if threads < 1:
+            raise UsageError(f"threads {threads}: at least 1")
         self.dtype = dtype
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None

@@ -73,11 +73,13 @@ def sample_tensors(buffer: torch.Tensor, shard_format: ShardFormat, sample_id: i
     if rest or not num_tokens:
         raise DamagedShard(f"sample {sample_id}: {len(buffer)} bytes are no whole tokens; run `hiddenq verify`")
     tensors = {}
-    for spec in shard_format.sample_tensors(sample_id, num_tokens, 0):
-        part = buffer[spec.begin : spec.end]
-        if part.storage_offset() % ITEM_BYTES[spec.dtype]:
+    begin = 0
+    for name, dtype, tail, width in shard_format.token_layout:
+        part = buffer[begin : begin + num_tokens * width]
+        if part.storage_offset() % ITEM_BYTES[dtype]:
             part = part.clone()  # fp8 scales of an odd count leave what follows off its alignment
-        tensors[spec.name.partition(".")[2]] = part.view(torch_dtype(spec.dtype)).view(spec.shape)
+        tensors[name] = part.view(torch_dtype(dtype)).view(num_tokens, *tail)
+        begin += num_tokens * width
     return tensors
 
 

@@ -1,25 +1,34 @@
 """Byte ranges of a run's objects, from a bucket or from local files.
 
 Invariant: what is held belongs to the process that opened it (a fork opens anew), is bounded in number, and is closed
-when nobody reads from it any more. A map is made only where losing the file under it is not to be feared.
+when nobody reads from it any more. A map is made only where losing the file under it is not to be feared. A store that
+is away for a while is waited for: a training job of days outlives an outage of minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from hiddenq.contracts.errors import ObjectMissing, StoreRefused
+from hiddenq.contracts.errors import ObjectMissing, StoreAway, StoreRefused
+from hiddenq.reader.buffers import BufferPool
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
 LocalFiles = Literal["auto", "read", "map"]
 MAX_OPEN_FILES = 64
+MAX_PAUSE_SECONDS = 10.0
+"""Between two looks at a store that is away."""
 LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 """Kinds of file systems whose files stay readable while they are mapped."""
 
@@ -27,15 +36,18 @@ LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", 
 class ProcessFiles:
     """The store and the open files of one process."""
 
-    def __init__(self, local_files: LocalFiles) -> None:
+    def __init__(self, local_files: LocalFiles, wait_seconds: float) -> None:
         self._local_files = local_files
+        self._wait_seconds = wait_seconds
         self._reset()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._store: ObjectStore | None = None
-        self._files: OrderedDict[str, _ReadFile | _MappedFile] = OrderedDict()
+        self._files: OrderedDict[str, _ReadFile] = OrderedDict()
+        self._kinds: dict[Path, str] = {}
+        self._buffers = BufferPool()
 
     def store(self, uri: str, settings: StoreSettings) -> ObjectStore:
         """This process's store."""
@@ -51,25 +63,59 @@ class ProcessFiles:
 
         Raises:
             ObjectMissing: there is no such object.
+            StoreAway: the store gave no answer for `wait_seconds`.
         """
-        path = store.open_local(key)
-        if path is None:
-            data = store.get_bytes(key, begin, begin + num_bytes)
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if file := self._file(store, key):
+            return file.read(begin, num_bytes)
+        data = self._patiently()(store.get_bytes, key, begin, begin + num_bytes)
+        buffer = self._buffers.take(len(data))
+        buffer.numpy()[:] = np.frombuffer(data, np.uint8)
+        return buffer
+
+    def fetch(self, store: ObjectStore, key: str, begin: int, num_bytes: int) -> None:
+        """Have the kernel read a range of a file into its cache; an error shows when the range is read."""
+        with contextlib.suppress(ObjectMissing, StoreRefused):
+            if file := self._file(store, key):
+                file.fetch(begin, num_bytes)
+
+    def _file(self, store: ObjectStore, key: str) -> _ReadFile | None:
+        """An object's file, opened if it is not; None if the store has no files."""
         with self._lock:
-            file = self._files.pop(key, None) or self._open(path)
+            file = self._files.pop(key, None)
+            if file is None:
+                path = store.open_local(key)
+                if path is None:
+                    return None
+                file = self._open(path)
             self._files[key] = file
             while len(self._files) > MAX_OPEN_FILES:
                 self._files.popitem(last=False)
-        return file.read(begin, num_bytes)
+        return file
 
-    def _open(self, path: Path) -> _ReadFile | _MappedFile:
+    def _open(self, path: Path) -> _ReadFile:
         if self._local_files == "map":
-            return _MappedFile(path, copies=False)
-        if self._local_files == "auto" and file_system(path) in LOCAL_DISKS:
-            with contextlib.suppress(StoreRefused):
-                return _MappedFile(path, copies=True)
-        return _ReadFile(path)
+            return _MappedFile(path, None)
+        if self._local_files == "auto":
+            if path.parent not in self._kinds:
+                self._kinds[path.parent] = file_system(path.parent)
+            if self._kinds[path.parent] in LOCAL_DISKS:
+                with contextlib.suppress(StoreRefused):
+                    return _MappedFile(path, self._buffers)
+        return _ReadFile(path, self._buffers)
+
+    def _patiently(self) -> Retrying:
+        return Retrying(
+            retry=retry_if_exception_type(StoreAway),
+            stop=stop_after_delay(self._wait_seconds),
+            wait=wait_random_exponential(multiplier=0.2, max=MAX_PAUSE_SECONDS),
+            before_sleep=_say_waiting,
+            reraise=True,
+        )
+
+
+def _say_waiting(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    logging.getLogger(__name__).warning("waiting for the store: %s", error)
 
 
 def file_system(path: Path) -> str:
@@ -88,15 +134,17 @@ def file_system(path: Path) -> str:
 
 
 class _ReadFile:
-    """A file that is read into new memory by system calls."""
+    """A file that is read into memory of ours by system calls."""
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = -1
+    def __init__(self, path: Path, buffers: BufferPool | None) -> None:
         self._descriptor = _open(path)
+        self._buffers = buffers
+        weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:
+        assert self._buffers is not None
         size = os.fstat(self._descriptor).st_size
-        buffer = torch.empty(max(0, min(num_bytes, size - begin)), dtype=torch.uint8)
+        buffer = self._buffers.take(max(0, min(num_bytes, size - begin)))
         view, done = memoryview(buffer.numpy().data), 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], begin + done)
@@ -105,34 +153,37 @@ class _ReadFile:
             done += count
         return buffer[:done]
 
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+    def fetch(self, begin: int, num_bytes: int) -> None:
+        """Have the kernel read a range, unless its first and last byte are in the page cache: asking costs nothing."""
+        with contextlib.suppress(OSError):
+            if all(
+                os.preadv(self._descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in (begin, begin + num_bytes - 1)
+            ):
+                return
+        os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
-class _MappedFile:
+class _MappedFile(_ReadFile):
     """A file mapped into memory, privately; a view keeps the map alive.
 
     Raises:
         StoreRefused: it can't be mapped.
     """
 
-    def __init__(self, path: Path, *, copies: bool) -> None:
-        descriptor = _open(path)
+    def __init__(self, path: Path, buffers: BufferPool | None) -> None:
+        """With buffers, samples are copied into them; without, they are views of the map."""
+        super().__init__(path, buffers)
         try:
-            size = os.fstat(descriptor).st_size
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        finally:
-            os.close(descriptor)
-        try:
-            self._map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        except RuntimeError as error:  # some file systems have no maps, and an empty file has none
+            self._map = torch.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        except (OSError, ValueError) as error:  # some file systems have no maps, and an empty file has none
             raise StoreRefused(f"{path}: can't be mapped; open the run with local_files='read'") from error
-        self._copies = copies
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:
         view = self._map[min(begin, len(self._map)) : begin + num_bytes]
-        return view.clone() if self._copies else view
+        if self._buffers is None or not len(view):
+            return view
+        self.fetch(begin, len(view))
+        return self._buffers.take(len(view)).copy_(view)
 
 
 def _open(path: Path) -> int:

@@ -24,6 +24,14 @@ from hiddenq.contracts.shard import ShardFormat, TensorSpec, header_num_bytes, p
 from hiddenq.storage import ObjectInfo, ObjectStore
 
 _FIRST_READ_BYTES = 64 << 10
+MAX_INDEX_ROW_BYTES = 1 << 10
+"""A row has about 120: eight columns, two of them short strings."""
+MAX_INDEX_FRAME_BYTES = 16 << 20
+"""What an index may take beside its rows."""
+MAX_TENSOR_HEADER_BYTES = 256
+"""A tensor's entry in a header has about 100."""
+MAX_METADATA_BYTES = 1 << 20
+"""Of a shard: what its worker says about itself."""
 _INTEGERS = [name for name in INDEX_COLUMNS if name not in ("shard_key", "checksum")]
 
 Integers = npt.NDArray[np.int64]
@@ -72,6 +80,17 @@ class ShardHeader:
     raw: bytes
 
 
+def load_index(store: ObjectStore, info: ObjectInfo, config: RunConfig) -> SampleIndex:
+    """The index of a finished run, which is not even read if it is larger than this run's can be.
+
+    Raises:
+        DamagedShard: it is no parquet file, lacks a column, or a row contradicts `run.json`.
+    """
+    if info.num_bytes > _index_limit(config):
+        raise DamagedShard(f"{names.INDEX}: {info.num_bytes} bytes are too many for {config.num_samples} samples")
+    return read_index(store.get_bytes(names.INDEX), config)
+
+
 def read_index(data: bytes, config: RunConfig) -> SampleIndex:
     """The index from the bytes of `index.parquet`.
 
@@ -85,6 +104,9 @@ def read_index(data: bytes, config: RunConfig) -> SampleIndex:
                 f"{names.INDEX}: {file.metadata.num_rows} rows, the run has {config.num_samples} samples; expected the "
                 f"index of run {config.run}"
             )
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        if sum(group.total_byte_size for group in groups) > _index_limit(config):
+            raise DamagedShard(f"{names.INDEX}: unpacked it is larger than that of {config.num_samples} samples")
         table = file.read(columns=[name for name in INDEX_COLUMNS if name in file.schema_arrow.names])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DamagedShard(f"{names.INDEX}: not a readable index: {error}") from error
@@ -119,6 +141,10 @@ def read_index(data: bytes, config: RunConfig) -> SampleIndex:
     return index
 
 
+def _index_limit(config: RunConfig) -> int:
+    return MAX_INDEX_FRAME_BYTES + config.num_samples * MAX_INDEX_ROW_BYTES
+
+
 def scan_shards(store: ObjectStore, config: RunConfig, batches: Sequence[BatchPlan], *, threads: int) -> SampleIndex:
     """The index of a run that is still going, from the headers of the shards that are there.
 
@@ -127,7 +153,7 @@ def scan_shards(store: ObjectStore, config: RunConfig, batches: Sequence[BatchPl
     Raises:
         DamagedShard: a shard's header is not what the run writes.
     """
-    planned = {batch.batch_id for batch in batches}
+    planned = {batch.batch_id: batch for batch in batches}
     chosen: dict[str, ObjectInfo] = {}
     for info in store.list(names.STATES_PREFIX):
         parsed = names.parse_shard_name(info.key)
@@ -135,20 +161,23 @@ def scan_shards(store: ObjectStore, config: RunConfig, batches: Sequence[BatchPl
             chosen.setdefault(parsed[0], info)
     shard_format = ShardFormat.of_run(config)
     with ThreadPoolExecutor(threads, thread_name_prefix="scan") as pool:
-        headers = list(pool.map(lambda info: read_header(store, info, shard_format), chosen.values()))
+        headers = list(
+            pool.map(
+                lambda batch_id: read_header(store, chosen[batch_id], shard_format, planned[batch_id].num_samples),
+                chosen,
+            )
+        )
     return _index_of_headers(headers, shard_format, config)
 
 
-def read_header(store: ObjectStore, info: ObjectInfo, shard_format: ShardFormat) -> ShardHeader:
-    """Read and check a shard's header: one ranged read, two if it is long.
+def read_header(store: ObjectStore, info: ObjectInfo, shard_format: ShardFormat, num_samples: int) -> ShardHeader:
+    """Read and check the header of a shard of `num_samples` samples: one ranged read, two if it is long.
 
     Raises:
         DamagedShard: the object is not a whole shard of this format.
     """
     head = store.get_bytes(info.key, 0, min(_FIRST_READ_BYTES, info.num_bytes))
-    size = header_num_bytes(head[:8], name=info.key)
-    if size > info.num_bytes:
-        raise DamagedShard(f"{info.key}: header of {size} bytes in an object of {info.num_bytes}")
+    size = header_size(head[:8], info, shard_format, num_samples)
     if size > len(head):
         head = store.get_bytes(info.key, 0, size)
     specs, metadata = parse_header(head[:size], name=info.key, num_bytes=info.num_bytes)
@@ -160,6 +189,21 @@ def read_header(store: ObjectStore, info: ObjectInfo, shard_format: ShardFormat)
         metadata=metadata,
         raw=head[:size],
     )
+
+
+def header_size(prefix: bytes, info: ObjectInfo, shard_format: ShardFormat, num_samples: int) -> int:
+    """Bytes of a shard's header, from its first 8; what a shard of so many samples can't have is never parsed.
+
+    Raises:
+        DamagedShard: it is longer than the object, or than such a header is.
+    """
+    size = header_num_bytes(prefix, name=info.key)
+    if size > info.num_bytes:
+        raise DamagedShard(f"{info.key}: header of {size} bytes in an object of {info.num_bytes}")
+    limit = MAX_METADATA_BYTES + num_samples * len(shard_format.columns()) * MAX_TENSOR_HEADER_BYTES
+    if size > limit:
+        raise DamagedShard(f"{info.key}: header of {size} bytes; one of {num_samples} samples has {limit} at most")
+    return size
 
 
 def samples_of(specs: dict[str, TensorSpec], shard_format: ShardFormat, *, name: str) -> tuple[tuple[int, int], ...]:

@@ -10,29 +10,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, RunMismatch, UsageError
+from hiddenq.contracts.errors import DamagedShard, ObjectMissing, RunMismatch, UsageError
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.reader.decode import Sample, decode_sample
 from hiddenq.reader.files import LocalFiles, ProcessFiles
-from hiddenq.reader.index import Integers, SampleIndex, read_index, scan_shards
+from hiddenq.reader.index import Integers, SampleIndex, load_index, scan_shards
 from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
-from hiddenq.storage.runfiles import load_batches, load_run_json, read_token_rows
+from hiddenq.storage.runfiles import load_batches, load_manifest, load_run_json, read_token_rows
 
 _TOKEN_BYTES = 16
 """A token's id and mask, int64 each: the last two tensors of a sample."""
 
 
 def open_run(
-    uri: str | Path, settings: StoreSettings | None = None, *, threads: int = 16, local_files: LocalFiles = "auto"
+    uri: str | Path,
+    settings: StoreSettings | None = None,
+    *,
+    threads: int = 16,
+    local_files: LocalFiles = "auto",
+    wait_seconds: float = 600.0,
 ) -> Run:
     """Open the run at a folder or `s3://bucket/prefix`, finished or still going.
 
@@ -43,12 +48,16 @@ def open_run(
         local_files: how a local run's shards are read: `read` into new memory by system calls; `map` gives views of the
             page cache without a copy (changes to them are private; clone what you save or send to another process);
             `auto` copies out of a map on a local disk and reads on a network disk, where a map may kill the process.
+        wait_seconds: how long a sample's read waits for a bucket that does not answer.
 
     Raises:
         StoreRefused: the location can't be read.
-        UsageError: there is no run.
+        UsageError: there is no run, or an argument can't be.
+        UnknownSchema: the run was written by a newer hiddenq.
         DamagedShard: the index or a header contradicts `run.json`; `hiddenq verify` says more.
     """
+    if local_files not in get_args(LocalFiles):
+        raise UsageError(f"local_files: {local_files!r} is none of {', '.join(get_args(LocalFiles))}")
     settings = settings or StoreSettings()
     store = open_store(uri, settings)
     config = load_config(store)
@@ -56,10 +65,10 @@ def open_run(
     if manifest is not None and manifest.run != config.run:
         raise RunMismatch(f"{store.uri}: manifest.json is of run {manifest.run}, run.json of {config.run}")
     if manifest is not None and index_info is not None:
-        index = read_index(store.get_bytes(names.INDEX), config)
+        index = load_index(store, index_info, config)
     else:
         index = scan_shards(store, config, load_batches(store), threads=threads)
-    return Run(store.uri, settings, config, index, manifest, local_files=local_files)
+    return Run(store.uri, settings, config, index, manifest, local_files=local_files, wait_seconds=wait_seconds)
 
 
 def load_config(store: ObjectStore) -> RunConfig:
@@ -76,13 +85,6 @@ def load_config(store: ObjectStore) -> RunConfig:
     return config
 
 
-def load_manifest(store: ObjectStore) -> Manifest | None:
-    """`manifest.json` of a location; None while the run is going."""
-    if store.stat(names.MANIFEST) is None:
-        return None
-    return Manifest.parse(store.get_bytes(names.MANIFEST))
-
-
 class Run:
     """One run, sample by sample: `run[sample_id]`."""
 
@@ -95,6 +97,7 @@ class Run:
         manifest: Manifest | None,
         *,
         local_files: LocalFiles = "auto",
+        wait_seconds: float = 0.0,
     ) -> None:
         self.uri = uri
         self.config = config
@@ -102,9 +105,10 @@ class Run:
         """None while the run is going."""
         self.index = index
         self.shard_format = ShardFormat.of_run(config)
+        self.local_files = local_files
         self._settings = settings
-        self._local_files = local_files
-        self._local = ProcessFiles(local_files)
+        self._wait_seconds = wait_seconds
+        self._local = ProcessFiles(local_files, wait_seconds)
 
     def __len__(self) -> int:
         return len(self.index.sample_ids)
@@ -165,6 +169,12 @@ class Run:
         at = self._position(sample_id)
         return self._range(at, 0, int(self.index.num_bytes[at]))
 
+    def fetch(self, sample_id: int) -> None:
+        """Have the kernel read a local sample into its page cache; nothing is returned or held."""
+        at = self._position(sample_id)
+        key = self.index.shard_keys[self.index.shard[at]]
+        self._local.fetch(self.store, key, int(self.index.byte_offset[at]), int(self.index.num_bytes[at]))
+
     def _position(self, sample_id: int) -> int:
         try:
             return self.index.position(sample_id)
@@ -174,7 +184,12 @@ class Run:
     def _range(self, at: int, begin: int, end: int) -> torch.Tensor:
         """Bytes `begin` to `end` of the sample at a position of the index."""
         key, offset = self.index.shard_keys[self.index.shard[at]], int(self.index.byte_offset[at]) + begin
-        buffer = self._local.read(self.store, key, offset, end - begin)
+        try:
+            buffer = self._local.read(self.store, key, offset, end - begin)
+        except ObjectMissing as error:
+            if self.manifest is not None:
+                raise
+            raise ObjectMissing(f"{error}; the run was going on when it was opened: open it again") from error
         if len(buffer) != end - begin:
             raise DamagedShard(
                 f"{key}: sample {self.sample_ids[at]}: expected {end - begin} bytes at {offset}, found {len(buffer)}; "
@@ -210,7 +225,7 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._local = ProcessFiles(self._local_files)
+        self._local = ProcessFiles(self.local_files, self._wait_seconds)
 
     def __repr__(self) -> str:
         state = "finished" if self.manifest else "still going"

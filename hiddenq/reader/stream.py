@@ -2,15 +2,13 @@
 
 Invariant: the order of an epoch is one permutation of all samples, a function of seed and epoch alone; rank r of R
 takes every R-th of it from the r-th on, and worker w of W every W-th of those. So the parts of all ranks and workers
-are disjoint and together complete, and a position within a part is all that is needed to go on from there. At most
-`prefetch_bytes` of samples (or a single one) are read ahead, whatever the length of the stream.
+are disjoint and together complete, and a position within a part is all that is needed to go on from there. The epoch
+lies in memory that a stream shares with its copies in DataLoader workers, so that those of a persistent worker follow.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hiddenq.contracts.errors import RunMismatch
+from hiddenq.contracts.errors import RunMismatch, UsageError
+from hiddenq.reader.ahead import read_ahead
 from hiddenq.reader.decode import Sample
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run, open_run
@@ -48,13 +47,21 @@ class HiddenStatesStream(IterableDataset[Sample]):
             dtype: of the states; None for the stored one (the model's for fp8).
             threads: ranged reads at a time.
             prefetch_bytes: stored bytes that are read ahead at most, per DataLoader worker.
+
+        Raises:
+            UsageError: a rank outside the world, no thread, or a negative number.
         """
         self.run = run if isinstance(run, Run) else open_run(run)
         up = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = rank if rank is not None else (torch.distributed.get_rank() if up else 0)
         self.world_size = world_size if world_size is not None else (torch.distributed.get_world_size() if up else 1)
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} of {self.world_size}: ranks count from 0 to {self.world_size - 1}")
+        if threads < 1 or prefetch_bytes < 0 or (seed or 0) < 0:
+            raise UsageError(f"threads {threads}, prefetch_bytes {prefetch_bytes}, seed {seed}: at least 1, 0 and 0")
         self.seed = seed
-        self.epoch = 0
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._equal = equal
         self._dtype = dtype
         self._threads = threads
@@ -62,10 +69,19 @@ class HiddenStatesStream(IterableDataset[Sample]):
         self._position = 0
         self._resumed: dict[str, Any] | None = None
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the next iteration has."""
+        return int(self._epoch)
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; call it before each epoch, with the same number on every rank."""
-        self.epoch = epoch
-        self._position = 0
+        """Choose the order of the next iteration; call it before each epoch, with the same number on every rank.
+
+        The epoch of a state that was just loaded changes nothing: the stream goes on within it.
+        """
+        if epoch != self.epoch:
+            self._position, self._resumed = 0, None
+        self._epoch.fill_(epoch)
 
     def order(self) -> Integers:
         """int64: sample ids of this epoch that this rank gets, in order, over all of its workers."""
@@ -79,32 +95,29 @@ class HiddenStatesStream(IterableDataset[Sample]):
 
     def __len__(self) -> int:
         """Samples of this rank's part of an epoch."""
-        return len(self.order())
+        num_samples = len(self.run)
+        if self._equal:
+            num_samples -= num_samples % self.world_size
+        return len(range(self.rank, num_samples, self.world_size))
 
     def __iter__(self) -> Iterator[Sample]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if self._resumed is not None:
+        if self._resumed is None:
+            self._position = 0
+        else:
             self._check_split(self._resumed, worker, workers)
             self._resumed = None
-        ids = self.order()[worker::workers][self._position :].tolist()
-        sizes = self.run.index.num_bytes[np.searchsorted(self.run.sample_ids, ids)]
-        pending: deque[Future[Sample]] = deque()
-        ahead_bytes = asked = 0
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="stream") as pool:
-            try:
-                for taken in range(len(ids)):
-                    while asked < len(ids) and (not pending or ahead_bytes + sizes[asked] <= self._prefetch_bytes):
-                        pending.append(pool.submit(self.run.read, ids[asked], self._dtype))
-                        ahead_bytes += int(sizes[asked])
-                        asked += 1
-                    sample = pending.popleft().result()
-                    ahead_bytes -= int(sizes[taken])
-                    self._position += 1
-                    yield sample
-            finally:
-                for future in pending:
-                    future.cancel()
+        samples = read_ahead(
+            self.run,
+            self.order()[worker::workers][self._position :],
+            dtype=self._dtype,
+            threads=self._threads,
+            prefetch_bytes=self._prefetch_bytes,
+        )
+        for sample in samples:
+            self._position += 1
+            yield sample
         self._position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +145,8 @@ class HiddenStatesStream(IterableDataset[Sample]):
                 f"state of run {state['run']} with {state['num_samples']} samples; this is {self.run.config.run} "
                 f"with {len(self.run)}"
             )
-        self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]
+        self.seed, self._position = state["seed"], state["position"]
+        self._epoch.fill_(state["epoch"])
         self._resumed = state
 
     def _split(self, worker: int, workers: int) -> dict[str, Any]:

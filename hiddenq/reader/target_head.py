@@ -20,6 +20,8 @@ from hiddenq.contracts.target_head import TargetHead
 from hiddenq.reader.decode import torch_dtype
 from hiddenq.storage import ObjectStore
 
+MAX_HEADER_BYTES = 1 << 20
+"""It names five tensors at most."""
 _TENSORS = {"embed_tokens.weight": 2, "norm.weight": 1, "norm.bias": 1, "lm_head.weight": 2, "lm_head.bias": 1}
 """Tensors that may be there, with their number of axes."""
 
@@ -42,7 +44,7 @@ class HeadWeights:
                 "run `hiddenq run` on this location again with --target-head"
             )
         size = header_num_bytes(store.get_bytes(names.TARGET_HEAD, 0, 8), name=names.TARGET_HEAD)
-        if size > info.num_bytes:
+        if size > min(info.num_bytes, MAX_HEADER_BYTES):
             raise DamagedShard(f"{names.TARGET_HEAD}: header of {size} bytes in an object of {info.num_bytes}")
         header = store.get_bytes(names.TARGET_HEAD, 0, size)
         self._specs, metadata = parse_header(header, name=names.TARGET_HEAD, num_bytes=info.num_bytes)

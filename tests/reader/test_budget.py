@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from hiddenq.reader.checks.budget import ByteBudget
+from hiddenq.reader.budget import ByteBudget
 
 
 def test_threads_never_hold_more_than_the_limit_together() -> None:

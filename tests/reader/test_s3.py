@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hiddenq.contracts.errors import StoreRefused
+from hiddenq.contracts.errors import StoreAway, StoreRefused
 from hiddenq.reader import ExportSettings, HiddenStatesDataset, HiddenStatesStream, collate, export, open_run, verify
-from hiddenq.storage import StoreSettings, open_store
+from hiddenq.storage import StoreSettings, open_store, s3_client
+from tests.support.faulty_proxy import Answer, FaultyProxy, Request, Reset, faulty_proxy
 from tests.support.made_run import MadeRun
 from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
 
-__all__ = ["s3_location", "s3_server"]
+__all__ = ["faulty_proxy", "s3_location", "s3_server"]
+
+
+def reads_shards(request: Request) -> bool:
+    return request.method == "GET" and "/states/" in request.target
 
 
 def upload(folder: Path, location: S3Location, server: S3Server) -> StoreSettings:
@@ -82,3 +87,51 @@ def test_an_index_in_a_bucket_is_read_once_for_all_samples(
     run = open_run(s3_location.uri, settings)
     s3_server.client().delete_object(Bucket=s3_location.bucket, Key=f"{s3_location.prefix}/index.parquet")
     assert np.array_equal([len(run[sample_id]) for sample_id in run], run.lengths)
+
+
+@pytest.mark.parametrize("fault", [Answer(503, "SlowDown"), Reset()], ids=str)
+def test_an_outage_in_the_middle_of_a_stream_is_waited_for(
+    model_run: MadeRun,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Answer | Reset,
+) -> None:
+    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
+    settings = upload(model_run.folder, s3_location, s3_server)
+    run = open_run(s3_location.uri, settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url}))
+    stream = HiddenStatesStream(run, prefetch_bytes=0, threads=1)
+    iterator = iter(stream)
+    got = [next(iterator).sample_id]
+    plan = faulty_proxy.plan(fault, times=s3_client.NUM_ATTEMPTS + 2, when=reads_shards)
+    got += [sample.sample_id for sample in iterator]
+    assert got == stream.order().tolist()
+    assert plan.num_met == s3_client.NUM_ATTEMPTS + 2, "one read gave up on the store, and the reader did not"
+    assert "waiting for the store" in caplog.text
+
+
+def test_an_outage_that_lasts_ends_the_stream_which_can_go_on_later(
+    model_run: MadeRun,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
+    settings = upload(model_run.folder, s3_location, s3_server)
+    settings = settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url})
+    run = open_run(s3_location.uri, settings, wait_seconds=0.1)
+    stream = HiddenStatesStream(run, prefetch_bytes=0, threads=1)
+    iterator = iter(stream)
+    got = [next(iterator).sample_id for _ in range(3)]
+    faulty_proxy.plan(Answer(503, "SlowDown"), when=reads_shards)
+    with pytest.raises(StoreAway, match="SlowDown"):
+        got.extend(sample.sample_id for sample in iterator)
+    faulty_proxy.heal()
+    again = HiddenStatesStream(run)
+    again.load_state_dict(stream.state_dict())
+    assert got + [sample.sample_id for sample in again] == stream.order().tolist()

@@ -131,6 +131,7 @@ class MadeRun:
             num_bytes=num_bytes,
             index_checksum=crc.of_file(self.folder / names.INDEX),
             plan_digest=config.plan_digest,
+            run_json_checksum=crc.of_file(self.folder / names.RUN_JSON),
             dead_letters=(),
             self_checks=(),
         )
@@ -266,6 +267,7 @@ def make_run(
             "run": run,
             "batch_id": batch.batch_id,
             "execution": execution,
+            "config_digest": config.model.config_digest,
             "layer_convention": LAYER_CONVENTION,
             "target_layer_ids": list(target_layer_ids),
             "model_dtype": dtype,

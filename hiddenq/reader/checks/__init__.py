@@ -5,8 +5,8 @@ written before the first shard. It never writes.
 
     plan.py       run.json, batches, rejects, index, manifest      shard.py      one shard in one pass
     values.py     stored words as numbers                          norms.py      samples against each other (`deep`)
-    recompute.py  samples from the model again                     budget.py     a bound on memory
-    report.py     findings and what to do about them               verify.py     the order of it all
+    recompute.py  samples from the model again                     verify.py     the order of it all
+    report.py     findings and what to do about them
 """
 
 from hiddenq.reader.checks.report import Finding, Recomputed, VerifyReport

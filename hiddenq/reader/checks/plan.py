@@ -20,9 +20,8 @@ from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.checks.shard import READ_BYTES
 from hiddenq.reader.index import SampleIndex, read_index
-from hiddenq.reader.run import load_manifest
 from hiddenq.storage import ObjectInfo, ObjectStore
-from hiddenq.storage.runfiles import load_batches, load_rejected
+from hiddenq.storage.runfiles import load_batches, load_manifest, load_rejected
 
 
 def check_batches(store: ObjectStore, config: RunConfig, findings: Findings) -> list[BatchPlan]:
@@ -117,6 +116,10 @@ def check_manifest(
         found = getattr(manifest, name)
         if found != expected:
             findings.add("manifest", names.MANIFEST, f"{name}: expected {expected} by run.json, found {found}")
+    found = crc.of_bytes(store.get_bytes(names.RUN_JSON))
+    if manifest.run_json_checksum and manifest.run_json_checksum != found:
+        text = f"checksum: expected {manifest.run_json_checksum} by the manifest, found {found}"
+        findings.add("run_json", names.RUN_JSON, text)
     for batch_id in manifest.dead_letters:
         findings.add("dead_letter", f"batch {batch_id}", "set aside after its last attempt: its samples are missing")
     if names.INDEX not in objects:
@@ -152,6 +155,8 @@ def check_totals(manifest: Manifest, index: SampleIndex, num_bytes: int, finding
             f"says complete with {manifest.num_samples_committed} of {manifest.num_samples} samples "
             f"and {len(manifest.dead_letters)} dead letters",
         )
+    if not manifest.complete and not manifest.dead_letters and len(index.sample_ids) == manifest.num_samples:
+        findings.add("manifest", names.MANIFEST, "says that the run is not complete, though every sample is there")
 
 
 def choose_shards(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from hiddenq.contracts.errors import HiddenqError, ModelError
+from hiddenq.contracts.errors import HiddenqError, ModelError, UsageError
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings, Recomputed
 from hiddenq.reader.decode import TORCH_DTYPES, Sample
@@ -40,6 +40,7 @@ def recompute_samples(
 
     Raises:
         ModelError: the model can't be loaded here or is not the run's.
+        UsageError: there is no such device.
     """
     config = run.config
     name = model or config.model.model
@@ -72,11 +73,19 @@ def recompute_samples(
 
 def _load(name: str, config: RunConfig, device: str) -> Any:
     try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    try:
         model_config = transformers.AutoConfig.from_pretrained(name, revision=config.model.revision)
         named = next(iter(model_config.architectures or []), "")
         cls = getattr(transformers, named, transformers.AutoModelForCausalLM)
         network = cls.from_pretrained(
-            name, revision=config.model.revision, dtype=TORCH_DTYPES[config.model.dtype], device_map=None
+            name,
+            revision=config.model.revision,
+            dtype=TORCH_DTYPES[config.model.dtype],
+            device_map=None,
+            use_safetensors=True,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(

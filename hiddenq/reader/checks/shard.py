@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hiddenq.contracts import names
 from hiddenq.contracts.checksum import Crc64Nvme
 from hiddenq.contracts.errors import DamagedShard, ObjectMissing
+from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
-from hiddenq.contracts.shard import ShardFormat, TensorSpec, header_num_bytes, parse_header
+from hiddenq.contracts.shard import ShardFormat, TensorSpec, parse_header
+from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import values
-from hiddenq.reader.checks.budget import ByteBudget
 from hiddenq.reader.checks.report import Findings
-from hiddenq.reader.index import samples_of
+from hiddenq.reader.index import header_size, samples_of
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import TokenRow
 
@@ -52,6 +54,7 @@ class ShardOutcome:
 def check_shard(
     store: ObjectStore,
     info: ObjectInfo,
+    batch: BatchPlan,
     rows: Sequence[TokenRow],
     config: RunConfig,
     findings: Findings,
@@ -63,7 +66,7 @@ def check_shard(
     outcome = ShardOutcome()
     stream = _Stream(store, info)
     try:
-        _check(stream, rows, config, findings, outcome, budget, deep=deep)
+        _check(stream, batch, rows, config, findings, outcome, budget, deep=deep)
     except (DamagedShard, ObjectMissing) as error:
         findings.add("damaged_shard", info.key, str(error).removeprefix(f"{info.key}: "))
     outcome.num_bytes = stream.position
@@ -72,6 +75,7 @@ def check_shard(
 
 def _check(
     stream: _Stream,
+    batch: BatchPlan,
     rows: Sequence[TokenRow],
     config: RunConfig,
     findings: Findings,
@@ -82,9 +86,7 @@ def _check(
 ) -> None:
     key, shard_format = stream.info.key, ShardFormat.of_run(config)
     prefix = bytes(stream.take(8))
-    size = header_num_bytes(prefix, name=key)
-    if size > stream.info.num_bytes:
-        raise DamagedShard(f"{key}: header of {size} bytes in an object of {stream.info.num_bytes}")
+    size = header_size(prefix, stream.info, shard_format, batch.num_samples)
     specs, metadata = parse_header(prefix + bytes(stream.take(size - 8)), name=key, num_bytes=stream.info.num_bytes)
     _check_metadata(key, metadata, config, findings)
     outcome.data_offset = size
@@ -126,14 +128,21 @@ def _groups(samples: Sequence[tuple[int, int]], bytes_per_token: int) -> Iterato
 
 
 def _check_metadata(key: str, metadata: dict[str, Any], config: RunConfig, findings: Findings) -> None:
+    batch_id, execution = names.parse_shard_name(key) or ("", "")
     wanted = {
         "run": config.run,
+        "batch_id": batch_id,
+        "execution": execution,
+        "config_digest": config.model.config_digest,
         "layer_convention": config.layer_convention,
         "target_layer_ids": list(config.target_layer_ids),
+        "model_dtype": config.model.dtype,
+        "storage_dtype": config.storage_dtype,
     }
     for name, value in wanted.items():
-        if name in metadata and metadata[name] != value:
-            findings.add("layout", key, f"metadata {name}: expected {value!r}, found {str(metadata[name])[:80]!r}")
+        found = metadata.get(name) if isinstance(metadata, dict) else None
+        if found != value:
+            findings.add("layout", key, f"metadata {name}: expected {value!r}, found {str(found)[:80]!r}")
 
 
 def _difference(expected: dict[int, TokenRow], found: dict[int, int]) -> str:

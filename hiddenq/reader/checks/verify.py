@@ -18,8 +18,8 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, DamagedShard, HiddenqError, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
+from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import norms
-from hiddenq.reader.checks.budget import ByteBudget
 from hiddenq.reader.checks.plan import check_batches, check_manifest, check_rows, check_totals, choose_shards
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
@@ -148,7 +148,7 @@ class _Sweep:
                     "missing_shard", f"batch {batch.batch_id}", f"{key or 'its shard'} is not there ({_samples(rows)})"
                 )
             return None
-        outcome = check_shard(self.store, info, rows, self.config, self.findings, self._budget, deep=self.deep)
+        outcome = check_shard(self.store, info, batch, rows, self.config, self.findings, self._budget, deep=self.deep)
         if outcome.checksum:
             self._compare(info, rows, outcome)
         with self._lock:
