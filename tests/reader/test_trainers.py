@@ -64,6 +64,34 @@ def test_model_optimizers_own_dataset_reads_the_export_and_its_collator_takes_ou
     run_loader(trainers, "modelopt_loader.py", tmp_path, page.code["modelopt"], *folders)
 
 
+@pytest.mark.slow
+def test_specforges_own_reader_normalizers_and_loader_take_the_export_of_each_method(
+    trainers: Path, model_run: MadeRun, tmp_path: Path
+) -> None:
+    page = TrainersPage.read(model_run.folder)
+    export(model_run.folder, ExportSettings(format="specforge", draft_vocab_size=48), tmp_path / "specforge-data")
+    for method in ("dflash", "dspark"):
+        export(model_run.folder, ExportSettings(format="specforge", method=method, seed=1), tmp_path / method)
+    folders = ("specforge-data", "dflash", "dspark", str(model_run.folder))
+    run_loader(trainers, "specforge_loader.py", tmp_path, page.code["specforge"], *folders)
+
+
+@pytest.mark.slow
+def test_automodels_own_cache_reader_takes_the_export(trainers: Path, model_run: MadeRun, tmp_path: Path) -> None:
+    page = TrainersPage.read(model_run.folder)
+    export(model_run.folder, ExportSettings(format="automodel-dspark", seed=3), tmp_path / "plain")
+    settings = ExportSettings(format="automodel-dspark", seq_length=2048)
+    export(model_run.folder, settings, tmp_path / "dspark-cache")
+    run_loader(trainers, "automodel_loader.py", tmp_path, page.code["automodel"], "plain", str(model_run.folder))
+
+
+@pytest.mark.slow
+def test_eagles_own_dataset_and_collator_take_the_export(trainers: Path, model_run: MadeRun, tmp_path: Path) -> None:
+    settings = ExportSettings(format="eagle", dtype="float32", seed=1, draft_vocab_size=48)
+    export(model_run.folder, settings, tmp_path / "eagle-data")
+    run_loader(trainers, "eagle_loader.py", tmp_path, "", "eagle-data", str(model_run.folder))
+
+
 def test_the_dataset_folder_opens_with_datasets_and_gives_tensors(model_run: MadeRun, tmp_path: Path) -> None:
     export(model_run.folder, ExportSettings(format="speculators", link=True), tmp_path)
     rows = datasets.load_from_disk(str(tmp_path))

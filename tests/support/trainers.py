@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "build" / "trainers"
-PACKAGES = ["speculators==0.9.0", "hs-connectors==0.9.0", "nvidia-modelopt==0.47.0"]
+PACKAGES = ["speculators==0.9.0", "hs-connectors==0.9.0", "nvidia-modelopt==0.47.0", "specforge==0.2.0"]
+PACKAGES += ["nemo-automodel==0.7.0", "eagle-llm==1.2.1"]
 NEEDED = ["distro==1.9.0", "jiter==0.19.0", "loguru==0.7.3", "omegaconf==2.4.0", "openai==3.57.0", "pulp==3.3.2"]
-NEEDED += ["pydantic-settings==2.16.3", "scipy==1.17.1", "sniffio==1.3.1"]
+NEEDED += ["pillow==13.0.0", "pydantic-settings==2.16.3", "scipy==1.17.1", "sniffio==1.3.1"]
 """What importing their loaders needs beyond this environment."""
 WANTED = " ".join(PACKAGES + NEEDED)
 

@@ -38,6 +38,7 @@ def dspark_pieces(run: Run, order: Integers, settings: ExportSettings) -> Iterat
             key=f"shard-{shard:06d}.safetensors",
             build=partial(_shard, run, ids, seq_length, settings.model_copy(update={"dtype": dtype})),
             sample_ids=ids,
+            num_bytes=2 * len(ids) * seq_length * width,
         )
     yield Piece(key="target_weights.safetensors", build=partial(_weights, run))
     hidden_size = run.config.model.hidden_size
@@ -62,7 +63,7 @@ def dspark_pieces(run: Run, order: Integers, settings: ExportSettings) -> Iterat
 def _shard(run: Run, sample_ids: tuple[int, ...], seq_length: int, settings: ExportSettings) -> bytes:
     shape = (len(sample_ids), seq_length)
     hidden_size, dtype = run.config.model.hidden_size, TORCH_DTYPES[settings.dtype or "bfloat16"]
-    tensors = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
+    tensors = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "loss_mask")}
     tensors["target_hidden_states"] = torch.zeros(*shape, len(run.target_layer_ids) * hidden_size, dtype=dtype)
     tensors["target_last_hidden_states"] = torch.zeros(*shape, hidden_size, dtype=dtype)
     for row, sample_id in enumerate(sample_ids):
@@ -70,7 +71,6 @@ def _shard(run: Run, sample_ids: tuple[int, ...], seq_length: int, settings: Exp
         assert states.final is not None
         kept = min(seq_length, len(states.input_ids))
         tensors["input_ids"][row, :kept] = states.input_ids[:kept]
-        tensors["attention_mask"][row, :kept] = 1
         tensors["loss_mask"][row, :kept] = states.loss_mask[:kept]
         tensors["target_hidden_states"][row, :kept] = states.aux.flatten(1)[:kept]
         tensors["target_last_hidden_states"][row, :kept] = states.final[:kept]

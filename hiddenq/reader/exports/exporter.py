@@ -2,7 +2,7 @@
 
 Invariant: an object appears whole or not at all, and `hiddenq_export.json` says `complete` only after all of them; it
 stands there from the start with everything the pieces depend on, so an export that was interrupted goes on exactly
-where it was, and one with other settings is never mixed into it. At most two pieces a thread are in memory.
+where it was, and one with other settings is never mixed into it. Pieces in work hold 2 GiB at most, or a larger one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from hiddenq.contracts.base import Versioned
 from hiddenq.contracts.errors import BadMessage, UsageError
 from hiddenq.contracts.layers import LAYER_CONVENTION
+from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.exports import vocabulary
 from hiddenq.reader.exports.dspark import dspark_pieces
 from hiddenq.reader.exports.files import file_pieces
@@ -30,6 +31,7 @@ from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
 STATEMENT = "hiddenq_export.json"
 SAMPLE_IDS = "sample_ids.npy"
+MAX_HELD_BYTES = 2 << 30
 
 Progress = Callable[[int, int], None]
 """Called with samples written so far and samples in all."""
@@ -189,6 +191,7 @@ class _Writer:
     def __init__(self, store: ObjectStore, present: set[str], progress: Progress | None, num_samples: int) -> None:
         self._store, self._present, self._progress, self._num_samples = store, present, progress, num_samples
         self._lock = threading.Lock()
+        self._budget = ByteBudget(MAX_HELD_BYTES)
         self.num_written = self.num_kept = self.num_bytes = self._num_done = 0
         self.skipped: list[int] = []
 
@@ -213,12 +216,13 @@ class _Writer:
                     future.cancel()
 
     def _write(self, piece: Piece) -> None:
-        data = piece.build()
-        if data is None:
-            with self._lock:
-                self.skipped.extend(piece.sample_ids)
-        else:
-            self._store.put_bytes(piece.key, data)
+        with self._budget.taken(piece.num_bytes):
+            data = piece.build()
+            if data is None:
+                with self._lock:
+                    self.skipped.extend(piece.sample_ids)
+            else:
+                self._store.put_bytes(piece.key, data)
         self._count(piece, num_bytes=len(data or b""))
 
     def _count(self, piece: Piece, *, kept: bool = False, num_bytes: int = 0) -> None:

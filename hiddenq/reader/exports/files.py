@@ -1,7 +1,8 @@
 """Formats that are one `torch.save` a sample: SpecForge, Model-Optimizer, EAGLE-1/2.
 
 Invariant: ids, masks and layer ids are ours unchanged (id L is the output of layer L in all of them); the final state
-is after the final norm but where Model-Optimizer's file says otherwise.
+is after the final norm but where Model-Optimizer's file says otherwise. EAGLE's trainer takes every file below its
+folder for a sample, whatever its name, so its samples have a folder to themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hiddenq.reader.exports.piece import Piece, States, read_states, save
+from hiddenq.reader.exports.piece import Piece, States, read_states, sample_memory, save
 from hiddenq.reader.exports.settings import ExportSettings, needs_final, needs_norm
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run
@@ -27,6 +28,7 @@ def file_pieces(run: Run, order: Integers, settings: ExportSettings) -> Iterator
             key=_key(row, sample_id, settings),
             build=partial(_build, run, sample_id, settings),
             sample_ids=(sample_id,),
+            num_bytes=sample_memory(run, sample_id),
         )
 
 
@@ -35,7 +37,7 @@ def _key(row: int, sample_id: int, settings: ExportSettings) -> str:
     folder = f"rows_{first}-{first + ROWS_PER_FOLDER}"
     if settings.format == "modelopt":
         return f"{folder}/{sample_id}.pt"
-    return f"{folder}/data_{row}.ckpt" if settings.format == "specforge" else f"data_{row}.ckpt"
+    return f"{folder}/data_{row}.ckpt" if settings.format == "specforge" else f"data/data_{row}.ckpt"
 
 
 def _build(run: Run, sample_id: int, settings: ExportSettings) -> bytes | None:

@@ -26,6 +26,8 @@ class Piece:
     """Its bytes; None if the trainer could not load these samples, which are then left out."""
     sample_ids: tuple[int, ...] = ()
     """Samples whose states it holds."""
+    num_bytes: int = 0
+    """About what building it takes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class States:
     """[S, K, H]; K may be 0"""
     final: torch.Tensor | None
     """[S, H], after the final norm where the format wants it so"""
+
+
+def sample_memory(run: Run, sample_id: int) -> int:
+    """Bytes that writing one sample takes: as stored, as float32 at most, and as the file's bytes."""
+    return 5 * int(run.index.num_bytes[run.index.position(sample_id)])
 
 
 def read_states(run: Run, sample_id: int, settings: ExportSettings, *, norm: bool, final: bool) -> States:

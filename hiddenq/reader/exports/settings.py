@@ -22,7 +22,7 @@ class ExportSettings(Frozen):
     format: Format
     dtype: ExportDtype | None = None
     """Of the states; None for the stored one (the model's for fp8). fp8 for speculators alone."""
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0)
     """Of the rows' order; None for ascending sample ids. Never the order of lengths."""
     method: Method = "eagle3"
     """SpecForge only: the drafter that the files are for."""

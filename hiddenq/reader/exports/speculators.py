@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save as save_safetensors
 
-from hiddenq.reader.exports.piece import Piece, read_states
+from hiddenq.reader.exports.piece import Piece, read_states, sample_memory
 from hiddenq.reader.exports.settings import ExportSettings
 from hiddenq.reader.index import Integers
 from hiddenq.reader.run import Run
@@ -48,6 +48,7 @@ def speculators_pieces(run: Run, order: Integers, settings: ExportSettings) -> I
                 key=f"hidden_states/hs_{row}.safetensors",
                 build=partial(_states_file, run, sample_id, settings),
                 sample_ids=(sample_id,),
+                num_bytes=sample_memory(run, sample_id),
             )
     num_parts = max(1, -(-len(order) // ROWS_PER_PART))
     names = [f"data-{part:05d}-of-{num_parts:05d}.arrow" for part in range(num_parts)]
