@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
@@ -29,15 +27,13 @@ from hiddenq.storage.body import Body, PartBuffer
 from hiddenq.storage.files import opened
 from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
-from hiddenq.storage.s3_errors import code_of
+from hiddenq.storage.s3_errors import refusal_code
 from hiddenq.storage.s3_listing import age_seconds, pages
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
-from hiddenq.storage.s3_probe import PROBE_PREFIX, S3Abilities, probe, proof_of
+from hiddenq.storage.s3_probe import METADATA_CHECKSUM, PROBE_PREFIX, S3Abilities, probe, proof_of
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
 
-METADATA_CHECKSUM = "hiddenq-checksum"
-"""Object metadata that keeps the checksum for stores that keep none."""
 _READ_BYTES = 8 << 20
 _buffer = PartBuffer()
 
@@ -90,7 +86,7 @@ class S3Store:
         try:
             data: bytes = self._call(key, lambda client: client.get_object(**self._of(key), **span)["Body"].read())
         except StoreRefused as error:
-            if isinstance(error.__cause__, ClientError) and code_of(error.__cause__) == "InvalidRange":
+            if refusal_code(error) == "InvalidRange":
                 return b""  # from the object's end on, there is nothing
             raise
         return data
@@ -137,11 +133,15 @@ class S3Store:
 
     def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
         num_removed = 0
-        for page in self._pages("list_multipart_uploads", Prefix=self._prefix):
-            for upload in page.get("Uploads", ()):
-                key = upload["Key"].removeprefix(self._prefix)
-                if age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
-                    num_removed += self._abort(upload["Key"], upload["UploadId"])
+        try:
+            for page in self._pages("list_multipart_uploads", Prefix=self._prefix):
+                for upload in page.get("Uploads", ()):
+                    key = upload["Key"].removeprefix(self._prefix)
+                    if age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
+                        num_removed += self._abort(upload["Key"], upload["UploadId"])
+        except StoreRefused as error:
+            if refusal_code(error) != "NotImplemented":  # some old stores have no such list
+                raise
         for page in self._pages("list_objects_v2", Prefix=self._prefix + PROBE_PREFIX):
             for item in page.get("Contents", ()):
                 if age_seconds(page, item["LastModified"]) > UNFINISHED_SECONDS:

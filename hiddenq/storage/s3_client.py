@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from hiddenq.contracts.errors import HiddenqError, StoreAway
-from hiddenq.storage.s3_errors import EXPIRED, code_of, translate
+from hiddenq.storage.s3_errors import EXPIRED, code_of, refusal_code, translate
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import StoreObserver
 
@@ -104,8 +104,7 @@ class S3Connection:
 
 def _may_pass_soon(error: BaseException) -> bool:
     """Whether to ask again here; credentials that have ended are the caller's to wait for."""
-    ended = isinstance(error.__cause__, ClientError) and code_of(error.__cause__) in EXPIRED
-    return isinstance(error, StoreAway) and not ended
+    return isinstance(error, StoreAway) and refusal_code(error) not in EXPIRED
 
 
 def _make_client(settings: StoreSettings) -> S3Client:

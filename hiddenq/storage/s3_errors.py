@@ -109,9 +109,14 @@ def code_of(error: ClientError) -> str:
     return _BY_STATUS.get(code, code)
 
 
+def refusal_code(error: BaseException) -> str:
+    """The store's own code behind one of our errors; "" if it was none of the store's."""
+    return code_of(error.__cause__) if isinstance(error.__cause__, ClientError) else ""
+
+
 def arrived_damaged(error: BaseException) -> bool:
     """Whether the store refused bytes that are not those announced."""
-    return isinstance(error.__cause__, ClientError) and code_of(error.__cause__) in DAMAGED_ON_THE_WAY
+    return refusal_code(error) in DAMAGED_ON_THE_WAY
 
 
 def translate(error: Exception, where: str) -> HiddenqError:

@@ -16,11 +16,13 @@ from typing import Any
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import HiddenqError, ObjectMissing, StoreAway, StoreRefused
 from hiddenq.storage.bandwidth import BandwidthLimit
-from hiddenq.storage.s3_client import S3Connection
+from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_errors import arrived_damaged
 from hiddenq.storage.s3_multipart import Multipart
 from hiddenq.storage.settings import StoreSettings
 
+METADATA_CHECKSUM = "hiddenq-checksum"
+"""Object metadata that keeps the checksum for stores that keep none."""
 PROBE_PREFIX = ".hiddenq-probe-"
 """Keys of what a probe writes; what a killed one left is swept later."""
 _DATA = b"hiddenq asks what this store can do"
@@ -71,13 +73,22 @@ def proof_of(answer: Mapping[str, Any]) -> str | None:
 def _probe(
     call: Callable[..., Any], target: dict[str, Any], settings: StoreSettings, written: dict[str, Any]
 ) -> S3Abilities:
-    call(lambda client: client.put_object(**target, **written, Body=_DATA))
-    if call(lambda client: client.get_object(**target)["Body"].read()) != _DATA:
+    def get(client: S3Client) -> tuple[bytes, str | None]:
+        answer = client.get_object(**target)
+        return answer["Body"].read(), answer.get("Metadata", {}).get(METADATA_CHECKSUM)
+
+    call(lambda client: client.put_object(**target, **written, Metadata={METADATA_CHECKSUM: _RIGHT}, Body=_DATA))
+    data, recorded = call(get)
+    if data != _DATA:
         raise StoreRefused(f"s3://{target['Bucket']}: an object read back differs from what was written")
+    beside = (
+        ""
+        if recorded == _RIGHT
+        else "; it keeps no metadata, so until the index is written no checksum is recorded there"
+    )
     if settings.checksums == "metadata":
-        return S3Abilities(
-            single=False, multipart=False, detail="no checksums sent, as asked: each object is read back"
-        )
+        detail = f"no checksums sent, as asked: each object is read back{beside}"
+        return S3Abilities(single=False, multipart=False, detail=detail)
 
     def put(checksum: str) -> None:
         proof = {"ChecksumCRC64NVME": crc.to_s3(checksum)}
@@ -99,7 +110,7 @@ def _probe(
         raise StoreRefused(
             f"s3://{target['Bucket']}: the store does not verify CRC64-NVME; use --checksums metadata (or auto)"
         )
-    return S3Abilities(single=single, multipart=multipart, detail=_DETAILS[single, multipart])
+    return S3Abilities(single=single, multipart=multipart, detail=_DETAILS[single, multipart] + beside)
 
 
 _DETAILS = {

@@ -325,6 +325,20 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
     assert store.stat(KEY) is None
 
 
+def test_a_store_that_lists_no_multipart_uploads_is_swept_of_the_rest(
+    store: ObjectStore, faulty_proxy: FaultyProxy, s3_server: S3Server, s3_location: S3Location, monkeypatch: Any
+) -> None:
+    probed = f"{s3_location.prefix}/.hiddenq-probe-0123abcd"
+    s3_server.client().put_object(Bucket=s3_location.bucket, Key=probed, Body=b"x")
+    faulty_proxy.plan(Answer(501, "NotImplemented"), when=lambda request: "?uploads" in request.target)
+    monkeypatch.setattr(s3, "UNFINISHED_SECONDS", -1)
+    assert store.abort_unfinished(lambda name: True) == 1
+    faulty_proxy.heal()
+    faulty_proxy.plan(Answer(403, "AccessDenied"), when=lambda request: "?uploads" in request.target)
+    with pytest.raises(StoreRefused, match="s3:ListBucketMultipartUploads"):
+        store.abort_unfinished(lambda name: True)
+
+
 def test_uploads_keep_to_the_bandwidth_that_is_left_to_them(
     s3_server: S3Server, s3_location: S3Location, notes: Notes, tmp_path: Path
 ) -> None:

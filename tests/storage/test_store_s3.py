@@ -23,7 +23,7 @@ from hiddenq.contracts.errors import (
 from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store
 from hiddenq.storage.s3_client import S3Connection
 from hiddenq.storage.s3_multipart import part_sizes
-from tests.support.faulty_proxy import CHECKSUMS, ENCRYPTION, Answer, FaultyProxy, Request, has_checksum
+from tests.support.faulty_proxy import CHECKSUMS, ENCRYPTION, Answer, FaultyProxy, Request, Strip, has_checksum
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
 
 KEY = "states/000001-0123abcd.safetensors"
@@ -152,6 +152,20 @@ def test_a_store_without_checksums_gets_none_and_is_read_back(
         assert info.checksum == checksum, "kept in the object's metadata"
     assert not [r for r in faulty_proxy.requests if r.method in ("PUT", "POST") and has_checksum(r)]
     assert [r for r in faulty_proxy.requests if r.method == "GET" and "file" not in r.target]
+
+
+def test_a_store_that_drops_metadata_is_read_back_and_says_so(
+    faulty_proxy: FaultyProxy, s3_location: S3Location, tmp_path: Path
+) -> None:
+    faulty_proxy.plan(Strip((*CHECKSUMS.prefixes, "x-amz-meta-")))
+    store = store_at(faulty_proxy.endpoint_url, s3_location.uri)
+    assert "each object is read back; it keeps no metadata, so until the index" in store.probe().detail
+    path, checksum = make_file(tmp_path, 1000)
+    store.put_file(KEY, path, checksum=checksum, num_bytes=1000)
+    info = store.stat(KEY)
+    assert info is not None
+    assert info.checksum is None
+    assert store.checksum(KEY) == checksum
 
 
 def test_an_old_store_that_refuses_unknown_headers_is_used_without_them(
