@@ -114,7 +114,7 @@ def _inside(model: nn.Module, name: str) -> bool:
 
 
 def _prove(model: nn.Module, layers: nn.ModuleList, ids: Tensor) -> Decoder:
-    probe = _Probe(model, layers)
+    probe = _Probe(model, layers, ids.device)
     with probe:
         output = model(input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True)
     order = [index for index, _ in probe.outputs]
@@ -169,12 +169,15 @@ def _takes_positions(model: nn.Module, ids: Tensor, expected: Tensor) -> bool:
 
 
 class _Probe:
-    """Hooks for one forward pass: what each layer gave, and what every other module took and gave."""
+    """Hooks for one forward pass: what each layer gave, and what every other module took and gave.
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
+    Everything is copied to `home`, the device of the model's output: layers can lie on several.
+    """
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, home: torch.device) -> None:
         self.outputs: list[tuple[int, Any]] = []
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []
-        self._model, self._layers = model, layers
+        self._model, self._layers, self._home = model, layers, home
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -199,7 +202,7 @@ class _Probe:
     def _layer_hook(self, index: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             states = first_tensor(output)
-            self.outputs.append((index, states.clone() if isinstance(states, Tensor) else states))
+            self.outputs.append((index, self._copy(states) if isinstance(states, Tensor) else states))
 
         return hook
 
@@ -212,4 +215,7 @@ class _Probe:
             and isinstance(given, Tensor)
             and inputs[0].shape == given.shape
         ):
-            self._norms.append((module, inputs[0].clone(), given.clone()))
+            self._norms.append((module, self._copy(inputs[0]), self._copy(given)))
+
+    def _copy(self, states: Tensor) -> Tensor:
+        return states.to(self._home, copy=True)
