@@ -58,18 +58,21 @@ class ByteLengths:
         is_ascii = text.isascii()
         if not is_ascii and self._composes and not unicodedata.is_normalized("NFC", text):
             return None
-        ends = np.cumsum(self._lengths[ids])
+        lengths = self._lengths[ids]
+        ends = lengths.cumsum()
         if not len(ids) or ends[-1] != (len(text) if is_ascii else len(text.encode())):
             return None
-        return ByteAlignment(ends, text, is_ascii=is_ascii)
+        return ByteAlignment(ends - lengths, ends, text, is_ascii=is_ascii)
 
 
 class ByteAlignment:
     """Where tokens lie in a text that they cover byte by byte."""
 
-    def __init__(self, ends: npt.NDArray[np.int64], text: str, *, is_ascii: bool) -> None:
+    def __init__(
+        self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], text: str, *, is_ascii: bool
+    ) -> None:
+        self._starts = starts
         self._ends = ends
-        self._starts = np.concatenate([[0], ends[:-1]])
         self._text = text
         self._is_ascii = is_ascii
 

@@ -84,6 +84,7 @@ class Job:
             revision=settings.revision,
             dtype=settings.dtype,
             trust_remote_code=settings.trust_remote_code,
+            dequantize=settings.dequantize,
         )
         model = self.target.identity
         self.target_layer_ids = resolve_target_layers(settings.target_layers, model.num_layers)

@@ -143,17 +143,15 @@ def _check_whole(rendered: str, messages: Messages, tools: Tools) -> int:
     search = _Search(rendered)
     num_unread = 0
     for turn, message in enumerate(messages):
-        reasoning = (message.get(REASONING_KEYS[0]) or "").strip()
-        num_unread += bool(reasoning) and not search.holds_next(reasoning)
-        said = message.get("content") or ""
-        if message["role"] == "assistant":
+        if reasoning := message.get(REASONING_KEYS[0]):
+            num_unread += not search.holds_next(reasoning.strip())
+        role, said = message["role"], message.get("content") or ""
+        if role == "assistant":
             said = said.rpartition(_END_OF_THINKING)[2]
         said = said.strip()
         if not search.holds(said):
-            if message["role"] != "tool":  # a tool's answer may be quoted as JSON
-                raise RowRejected(
-                    "template_error", f"the template leaves out what turn {turn} ({message['role']}) says"
-                )
+            if role != "tool":  # a tool's answer may be quoted as JSON
+                raise RowRejected("template_error", f"the template leaves out what turn {turn} ({role}) says")
             search.holds(_quoted(said))
         for call in message.get("tool_calls", ()):
             function = call.get("function", call)

@@ -33,6 +33,8 @@ class ProducerSettings(Frozen):
     """Layer ids such as `1,17,33`, or a preset: `eagle3`, `dflash`, `none`."""
     dtype: AskedDtype = "auto"
     """Dtype of the forward pass; `auto` is the one in the model's config."""
+    dequantize: bool = False
+    """Run a quantised checkpoint in `dtype`, not natively."""
     storage_dtype: StorageDtype | None = None
     """Dtype in which states are stored; None for the dtype of the forward pass."""
     final_hidden_state: bool = True

@@ -18,6 +18,7 @@ from typing import Any
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.model_identity import TargetModel
 from producer.bytelevel import ByteLengths
+from producer.fidelity import check_faithful
 from producer.rejects import RowRejected
 from producer.settings import ProducerSettings
 from producer.template import ChatTemplate
@@ -129,6 +130,8 @@ class ChatTokenizer:
         if self.backend is not None:
             self.backend.no_truncation()
             self.backend.no_padding()
+            if (file := self._file("tokenizer.json")) is not None:
+                check_faithful(source.model, self.backend, file)
         self.byte_lengths = ByteLengths.of(self.backend) if self.backend is not None else None
 
     @cached_property
@@ -221,21 +224,26 @@ class ChatTokenizer:
 
     def _generation_ends(self) -> list[int]:
         """Ids that end generation by the model's `generation_config.json`, if it has one."""
+        path = self._file("generation_config.json")
+        if path is None:
+            return []
+        ends = json.loads(path.read_bytes()).get("eos_token_id")
+        return [ends] if isinstance(ends, int) else [end for end in ends or () if isinstance(end, int)]
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model's, None if it has none of that name."""
         from transformers.utils import cached_file
 
-        path = cached_file(
+        found = cached_file(
             self._source.model,
-            "generation_config.json",
+            name,
             revision=self._source.revision,
             local_files_only=self._source.local_only,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        if path is None:
-            return []
-        ends = json.loads(Path(path).read_bytes()).get("eos_token_id")
-        return [ends] if isinstance(ends, int) else [end for end in ends or () if isinstance(end, int)]
+        return Path(found) if found is not None else None
 
 
 _PROBE_TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]

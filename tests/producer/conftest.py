@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
+from hiddenq.contracts.errors import ModelError
 from hiddenq.contracts.manifest import BatchPlan, Rejected
 from hiddenq.storage import ObjectStore, open_store
 from hiddenq.storage.runfiles import TokenRow, load_batches, load_rejected, read_token_rows
@@ -115,7 +117,12 @@ def make_encoder(tokenizer: Path | str, **fields: Any) -> Encoder:
 @functools.cache
 def real_encoder(name: str, schema: str = "messages", options: str = "{}") -> Encoder:
     """An encoder with a real tokenizer, loaded once; `options` are JSON."""
-    return make_encoder(real_tokenizer(name), row_schema=schema, **json.loads(options))
+    try:
+        return make_encoder(real_tokenizer(name), row_schema=schema, **json.loads(options))
+    except ModelError as error:
+        if transformers.__version__ < "5.24" and "reads its tokenizer.json otherwise" in str(error):
+            pytest.skip(str(error))  # the refusal is right: that release loses text
+        raise
 
 
 def encode_rows(encoder: Encoder, rows: Iterable[Any]) -> EncodedBlock:
