@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -26,7 +25,7 @@ from hiddenq.reader.buffers import BufferPool
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
 LocalFiles = Literal["auto", "read", "map"]
-MAX_OPEN_FILES = 64
+MAX_OPEN_FILES = 256
 MAX_PAUSE_SECONDS = 10.0
 """Between two looks at a store that is away."""
 LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
@@ -78,6 +77,19 @@ class ProcessFiles:
             if file := self._file(store, key):
                 file.fetch(begin, num_bytes)
 
+    def are_local(self, store: ObjectStore) -> bool:
+        """Whether the store's files lie on a local disk, so that the kernel can read them ahead."""
+        folder = store.open_local("")
+        return folder is not None and (
+            self._local_files == "map" or (self._local_files == "auto" and self._lasts(folder))
+        )
+
+    def _lasts(self, folder: Path) -> bool:
+        """Whether a folder's files stay readable while they are mapped."""
+        if folder not in self._kinds:
+            self._kinds[folder] = file_system(folder)
+        return self._kinds[folder] in LOCAL_DISKS
+
     def _file(self, store: ObjectStore, key: str) -> _ReadFile | None:
         """An object's file, opened if it is not; None if the store has no files."""
         with self._lock:
@@ -94,13 +106,9 @@ class ProcessFiles:
 
     def _open(self, path: Path) -> _ReadFile:
         if self._local_files == "map":
-            return _MappedFile(path, None)
-        if self._local_files == "auto":
-            if path.parent not in self._kinds:
-                self._kinds[path.parent] = file_system(path.parent)
-            if self._kinds[path.parent] in LOCAL_DISKS:
-                with contextlib.suppress(StoreRefused):
-                    return _MappedFile(path, self._buffers)
+            return _MappedFile(path, self._buffers)
+        if self._local_files == "auto" and self._lasts(path.parent):
+            return _KeptFile(path, self._buffers)
         return _ReadFile(path, self._buffers)
 
     def _patiently(self) -> Retrying:
@@ -136,13 +144,13 @@ def file_system(path: Path) -> str:
 class _ReadFile:
     """A file that is read into memory of ours by system calls."""
 
-    def __init__(self, path: Path, buffers: BufferPool | None) -> None:
-        self._descriptor = _open(path)
+    def __init__(self, path: Path, buffers: BufferPool) -> None:
+        self._path = path
         self._buffers = buffers
+        self._descriptor = _open(path)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        assert self._buffers is not None
         size = os.fstat(self._descriptor).st_size
         buffer = self._buffers.take(max(0, min(num_bytes, size - begin)))
         view, done = memoryview(buffer.numpy().data), 0
@@ -156,34 +164,51 @@ class _ReadFile:
     def fetch(self, begin: int, num_bytes: int) -> None:
         """Have the kernel read a range, unless its first and last byte are in the page cache: asking costs nothing."""
         with contextlib.suppress(OSError):
-            if all(
-                os.preadv(self._descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in (begin, begin + num_bytes - 1)
-            ):
+            ends = (begin, begin + num_bytes - 1)
+            if all(os.preadv(self._descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in ends):
                 return
         os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_WILLNEED)
 
+    def _mapped(self) -> torch.Tensor:
+        """All of the file, mapped privately; a view keeps the map alive.
 
-class _MappedFile(_ReadFile):
-    """A file mapped into memory, privately; a view keeps the map alive.
-
-    Raises:
-        StoreRefused: it can't be mapped.
-    """
-
-    def __init__(self, path: Path, buffers: BufferPool | None) -> None:
-        """With buffers, samples are copied into them; without, they are views of the map."""
-        super().__init__(path, buffers)
+        Raises:
+            StoreRefused: it can't be mapped.
+        """
+        size = os.fstat(self._descriptor).st_size
         try:
-            self._map = torch.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        except (OSError, ValueError) as error:  # some file systems have no maps, and an empty file has none
-            raise StoreRefused(f"{path}: can't be mapped; open the run with local_files='read'") from error
+            return torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
+        except RuntimeError as error:  # some file systems have no maps, and an empty file has none
+            raise StoreRefused(f"{self._path}: can't be mapped; open the run with local_files='read'") from error
+
+
+class _KeptFile(_ReadFile):
+    """A file that is mapped when it is read again: a map makes copying faster, but only after it was paid for."""
+
+    def __init__(self, path: Path, buffers: BufferPool) -> None:
+        super().__init__(path, buffers)
+        self._num_reads = 0
+        self._map: torch.Tensor | None = None
 
     def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        view = self._map[min(begin, len(self._map)) : begin + num_bytes]
-        if self._buffers is None or not len(view):
-            return view
-        self.fetch(begin, len(view))
-        return self._buffers.take(len(view)).copy_(view)
+        self._num_reads += 1
+        if self._num_reads == 2:
+            with contextlib.suppress(StoreRefused):
+                self._map = self._mapped()
+        if self._map is None or begin + num_bytes > len(self._map):
+            return super().read(begin, num_bytes)
+        return self._buffers.take(num_bytes).copy_(self._map[begin : begin + num_bytes])
+
+
+class _MappedFile(_ReadFile):
+    """A file whose ranges are views of its map."""
+
+    def __init__(self, path: Path, buffers: BufferPool) -> None:
+        super().__init__(path, buffers)
+        self._map = self._mapped()
+
+    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return self._map[min(begin, len(self._map)) : begin + num_bytes]
 
 
 def _open(path: Path) -> int:

@@ -47,7 +47,7 @@ def open_run(
     Args:
         local_files: how a local run's shards are read: `read` into new memory by system calls; `map` gives views of the
             page cache without a copy (changes to them are private; clone what you save or send to another process);
-            `auto` copies out of a map on a local disk and reads on a network disk, where a map may kill the process.
+            `auto` also copies out of a map, but only on a local disk: on a network disk a map may kill the process.
         wait_seconds: how long a sample's read waits for a bucket that does not answer.
 
     Raises:
@@ -105,7 +105,7 @@ class Run:
         """None while the run is going."""
         self.index = index
         self.shard_format = ShardFormat.of_run(config)
-        self.local_files = local_files
+        self._local_files: LocalFiles = local_files
         self._settings = settings
         self._wait_seconds = wait_seconds
         self._local = ProcessFiles(local_files, wait_seconds)
@@ -144,6 +144,11 @@ class Run:
     def store(self) -> ObjectStore:
         """This process's store."""
         return self._local.store(self.uri, self._settings)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the shards lie on a local disk, so that the kernel can read ahead."""
+        return self._local.are_local(self.store)
 
     def read(self, sample_id: int, dtype: torch.dtype | None = None) -> Sample:
         """Read one sample by one byte range, its states in `dtype`.
@@ -225,7 +230,7 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._local = ProcessFiles(self.local_files, self._wait_seconds)
+        self._local = ProcessFiles(self._local_files, self._wait_seconds)
 
     def __repr__(self) -> str:
         state = "finished" if self.manifest else "still going"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def own_bytes() -> int:
 def test_reading_ahead_is_bounded_in_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(num_samples=60)
     monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
-    run = open_run(made.folder)
+    run = open_run(made.folder, local_files="read")
     largest = int(run.index.num_bytes.max())
     bound = 4 * largest
     given_out: list[int] = []
@@ -221,6 +222,38 @@ def test_reading_ahead_is_bounded_in_bytes(make: Make, monkeypatch: pytest.Monke
     for sample in HiddenStatesStream(run, prefetch_bytes=bound, threads=3):
         given_out.append(int(run.index.num_bytes[run.index.position(sample.sample_id)]))
     assert len(given_out) == 60
+
+
+@pytest.mark.parametrize("local_files", ["auto", "map"])
+def test_the_kernel_reads_ahead_what_it_has_not_within_the_bound(
+    make: Make, local_files: LocalFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(num_samples=60)
+    run = open_run(made.folder, local_files=local_files)
+    bound = 4 * int(run.index.num_bytes.max())
+    asked: list[int] = []
+    given_out = 0
+    preadv = os.preadv
+
+    def not_cached(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags == os.RWF_NOWAIT:
+            raise BlockingIOError
+        return preadv(descriptor, buffers, offset, flags)
+
+    def noted(_descriptor: int, _begin: int, num_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append(num_bytes)
+
+    monkeypatch.setattr(os, "preadv", not_cached)
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    for sample in HiddenStatesStream(run, prefetch_bytes=bound):
+        assert sum(asked) - given_out <= bound
+        given_out += int(run.index.num_bytes[run.index.position(sample.sample_id)])
+    assert sum(asked) == given_out
+    asked.clear()
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert len(list(HiddenStatesStream(run))) == 60
+    assert not asked, "what lies in the page cache is not asked for"
 
 
 def test_a_stream_that_may_read_nothing_ahead_still_gives_everything(make: Make) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hiddenq.contracts.errors import HiddenqError, ModelError, UsageError
 from hiddenq.contracts.run import RunConfig
@@ -86,12 +87,32 @@ def _load(name: str, config: RunConfig, device: str) -> Any:
             dtype=TORCH_DTYPES[config.model.dtype],
             device_map=None,
             use_safetensors=True,
+            **_quantization(model_config, config),
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"--recompute: {name} can't be loaded: {str(error).splitlines()[0]}; say where it lies with --model"
         ) from error
+    if config.model.quantization and _is_dequantized(network) != config.model.dequantized:
+        raise ModelError(
+            f"--recompute: the run used the {config.model.quantization} weights natively, which this machine can't "
+            "(kernels or GPU capability are missing); verify with --recompute on one that can"
+        )
     return network.to(device).eval()
+
+
+def _quantization(model_config: Any, config: RunConfig) -> dict[str, Any]:
+    """Arguments that load a quantised checkpoint as the run did."""
+    if not config.model.dequantized:
+        return {}
+    fields = model_config.quantization_config
+    fields = fields if isinstance(fields, dict) else fields.to_dict()
+    return {"quantization_config": AutoQuantizationConfig.from_dict(fields | {"dequantize": True})}
+
+
+def _is_dequantized(network: Any) -> bool:
+    quantizer = getattr(network, "hf_quantizer", None)
+    return quantizer is None or bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 
 def _layers(network: Any, config: RunConfig) -> tuple[Any, torch.nn.ModuleList]:
