@@ -15,7 +15,7 @@ MINUTES ?= 20
 # Most tests wait (for a lease, a server, a process), so one more than two cores is well used.
 TEST_PROCESSES ?= 3
 
-.PHONY: help demo test lint unit test-deploy chaos clean
+.PHONY: help demo test lint unit test-deploy chaos audit clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -59,6 +59,11 @@ test-deploy: $(VENV)/.test-installed ## the container stack; needs a Docker engi
 
 chaos: $(VENV)/.test-installed ## kill everything at random for MINUTES=20, with a new seed
 	$(BIN)/python -m tests.fault.chaos --minutes $(MINUTES)
+
+audit: ## look every pinned version up in PyPI's advisories (AUDIT="-s osv": in OSV's); fails where they can't be reached
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" \
+		&& "$$folder/bin/pip" install --quiet --disable-pip-version-check pip-audit==2.10.1 \
+		&& "$$folder/bin/pip-audit" --strict --no-deps --disable-pip -r constraints.txt $(AUDIT)
 
 clean: ## remove the environment and the demo's files
 	rm -rf $(VENV) $(DEMO)
