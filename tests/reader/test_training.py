@@ -1,118 +1,170 @@
-"""A small drafter learns from exported states, and can't from shuffled ones.
+"""A small EAGLE-3 drafter learns from exported states, and can't from shuffled ones.
 
-The invariant: what it must predict stands in the states of the right token alone (the token after next, as a target's
-states foretell what it will say), so a shift of ids, masks or states by one, or states of another sample, and it fails.
+The invariant: what it must predict stands in the states of the right token alone (they foretell the token after next,
+as a target's do), so a shift of ids, masks or states by one, or the states of other tokens, and it fails.
+
+Shape legend: B samples, S tokens, K target layers, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from hiddenq.reader import HiddenStatesStream, Sample
+from gpu_worker.target_head import write_target_head
+from hiddenq.reader import HiddenStatesStream, Sample, open_run
 from hiddenq.reader.exports import ExportSettings, export
-from tests.support.made_run import MadeRun
+from hiddenq.storage import open_store
+from tests.support.made_run import MadeRun, make_run
+from tests.support.models import build_model, save_tiny_model, tiny_config
 
-Make = Callable[..., MadeRun]
-VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 32, 64, 3
-Item = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""input_ids [S], loss_mask [S], states [S, K·H]"""
+VOCAB_SIZE, DRAFT_VOCAB_SIZE, HIDDEN_SIZE, LAYERS = 32, 24, 64, (1, 2, 4)
+TARGET = {"num_hidden_layers": 6, "vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
+
+
+@dataclass
+class Data:
+    """A run as an EAGLE-3 trainer holds it."""
+
+    input_ids_BS: torch.Tensor
+    loss_mask_BS: torch.Tensor
+    aux_BSKH: torch.Tensor
+    """The three target layers, side by side."""
+    final_BSH: torch.Tensor
+    """After the final norm."""
 
 
 class Drafter(nn.Module):
-    """EAGLE-3's shape: three layers' states fused to one, beside the embedding of the token that was just drawn."""
+    """EAGLE-3 in small: three layers' states fused to one; one decoder layer over it and the token just drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, embedding: torch.Tensor) -> None:
         super().__init__()
-        self.fuse = nn.Linear(NUM_LAYERS * HIDDEN_SIZE, HIDDEN_SIZE)
-        self.embed = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
-        self.head = nn.Sequential(
-            nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE), nn.SiLU(), nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+        self.embed = nn.Embedding.from_pretrained(embedding.float())
+        self.fuse = nn.Linear(len(LAYERS) * HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN_SIZE) for _ in range(4))
+        self.qkv = nn.Linear(2 * HIDDEN_SIZE, 3 * HIDDEN_SIZE, bias=False)
+        self.out = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(HIDDEN_SIZE, 2 * HIDDEN_SIZE), nn.SiLU(), nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE)
         )
+        self.head = nn.Linear(HIDDEN_SIZE, DRAFT_VOCAB_SIZE, bias=False)
 
-    def forward(self, input_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Logits for the token after the next at each position but the last two."""
-        fused = self.fuse(states[:-2].float())
-        logits: torch.Tensor = self.head(torch.cat([fused, self.embed(input_ids[1:-1])], dim=-1))
+    def forward(self, input_ids_BS: torch.Tensor, aux_BSKH: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S-1, D] of what the target will say at the next token."""
+        fused = self.fuse(aux_BSKH[:, :-1])
+        drawn = self.embed(input_ids_BS[:, 1:])
+        query, key, value = self.qkv(torch.cat([self.norms[0](drawn), self.norms[1](fused)], -1)).chunk(3, -1)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = fused + self.out(attended)
+        hidden = hidden + self.mlp(self.norms[2](hidden))
+        logits: torch.Tensor = self.head(self.norms[3](hidden))
         return logits
 
 
-def foretelling_states(_sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """States that hold, in a mixed form and with noise, the token after next."""
+@pytest.fixture(scope="module")
+def run_with_head(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    """A run whose states foretell: those of the target layers the token after next, the final state the next."""
+    model_folder = save_tiny_model(tmp_path_factory.mktemp("target"), **TARGET)
+    lm_head_VH = build_model(tiny_config("llama", **TARGET)).lm_head.weight.detach()
     generator = torch.Generator().manual_seed(7)
-    mixing_KVH = torch.randn(NUM_LAYERS, VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
-    after_next = torch.cat([input_ids[2:], input_ids[:2]])
-    noise = torch.randn(NUM_LAYERS, len(input_ids), HIDDEN_SIZE, generator=generator)
-    hidden_KSH = mixing_KVH[:, after_next] + 0.3 * noise
-    return hidden_KSH.transpose(0, 1), hidden_KSH[-1]
+    mixing_KVH = torch.randn(len(LAYERS), VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
 
+    def states(_sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.randn(len(LAYERS), len(input_ids), HIDDEN_SIZE, generator=generator)
+        hidden_KSH = mixing_KVH[:, input_ids.roll(-2)] + 0.3 * noise
+        return hidden_KSH.transpose(0, 1), lm_head_VH[input_ids.roll(-1)]
 
-def train(items: list[Item], steps: int = 60) -> tuple[float, float]:
-    """(held-out loss before, after) a few dozen steps."""
-    torch.manual_seed(0)
-    drafter = Drafter()
-    optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
-    train_items, held_out = items[: len(items) * 3 // 4], items[len(items) * 3 // 4 :]
-
-    def loss_of(batch: list[Item]) -> torch.Tensor:
-        losses = [
-            nn.functional.cross_entropy(drafter(ids, states), ids[2:], reduction="none")[mask[2:] == 1]
-            for ids, mask, states in batch
-        ]
-        return torch.cat(losses).mean()
-
-    with torch.no_grad():
-        before = float(loss_of(held_out))
-    for step in range(steps):
-        batch = [train_items[(step * 8 + row) % len(train_items)] for row in range(8)]
-        optimizer.zero_grad()
-        loss_of(batch).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return before, float(loss_of(held_out))
-
-
-def exported_items(made: MadeRun, folder: Path) -> list[Item]:
-    export(made.folder, ExportSettings(format="specforge", method="dflash", seed=0), folder)
-    files = sorted(folder.rglob("*.ckpt"), key=lambda path: int(path.stem.removeprefix("data_")))
-    fields = [torch.load(path, weights_only=True) for path in files]
-    return [(each["input_ids"], each["loss_mask"], each["hidden_states"]) for each in fields]
-
-
-def streamed_items(made: MadeRun, _folder: Path) -> list[Item]:
-    def item(sample: Sample) -> Item:
-        assert sample.hidden_states is not None
-        return sample.input_ids, sample.loss_mask, sample.hidden_states.flatten(1)
-
-    return [item(sample) for sample in HiddenStatesStream(made.folder)]
-
-
-@pytest.mark.parametrize("read", [exported_items, streamed_items])
-def test_a_drafter_learns_from_the_states_and_not_from_shuffled_ones(
-    make: Make, tmp_path: Path, read: Callable[[MadeRun, Path], list[Item]]
-) -> None:
-    made = make(
+    made = make_run(
+        tmp_path_factory.mktemp("run"),
         num_samples=96,
         min_length=24,
         max_length=24,
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
-        target_layer_ids=(1, 2, 4),
-        states=foretelling_states,
+        num_layers=6,
+        target_layer_ids=LAYERS,
+        states=states,
+        model=str(model_folder),
     )
-    items = read(made, tmp_path / "exported")
-    before, after = train(items)
+    write_target_head(open_store(made.folder), made.config)
+    return made
+
+
+def exported(made: MadeRun, folder: Path) -> Data:
+    """From the files of an export."""
+    export(made.folder, ExportSettings(format="specforge", seed=0), folder)
+    files = sorted(folder.rglob("*.ckpt"), key=lambda path: int(path.stem.removeprefix("data_")))
+    fields = [torch.load(path, weights_only=True) for path in files]
+    return Data(
+        torch.stack([each["input_ids"] for each in fields]),
+        torch.stack([each["loss_mask"] for each in fields]),
+        torch.cat([each["aux_hidden_state"] for each in fields]).float(),
+        torch.cat([each["hidden_state"] for each in fields]).float(),
+    )
+
+
+def streamed(made: MadeRun, _folder: Path) -> Data:
+    """From the run itself."""
+    run = open_run(made.folder)
+
+    def item(sample: Sample) -> tuple[torch.Tensor, ...]:
+        assert sample.hidden_states is not None
+        assert sample.final_hidden_state is not None
+        final = run.target_head.post_norm(sample.final_hidden_state).float()
+        return sample.input_ids, sample.loss_mask, sample.hidden_states.flatten(1).float(), final
+
+    return Data(*map(torch.stack, zip(*map(item, HiddenStatesStream(run)), strict=True)))
+
+
+def train(data: Data, made: MadeRun, t2d: torch.Tensor, steps: int = 60) -> tuple[float, float]:
+    """(held-out loss before, after) a few dozen steps: KL divergence from the target over the draft vocabulary."""
+    head = open_run(made.folder).target_head
+    torch.manual_seed(0)
+    drafter = Drafter(head.embedding)
+    optimizer = torch.optim.Adam([each for each in drafter.parameters() if each.requires_grad], lr=5e-3)
+    target_BSV = (data.final_BSH @ head.lm_head.float().T)[:, 1:]
+    speaks_BS = (data.loss_mask_BS[:, 1:] == 1) & t2d[target_BSV.argmax(-1)]
+    log_target_BSD = target_BSV[..., t2d].log_softmax(-1)
+
+    def loss_of(rows: slice) -> torch.Tensor:
+        logits = drafter(data.input_ids_BS[rows], data.aux_BSKH[rows])
+        by_token = functional.kl_div(logits.log_softmax(-1), log_target_BSD[rows], reduction="none", log_target=True)
+        return by_token.sum(-1)[speaks_BS[rows]].mean()
+
+    held_out = slice(72, 96)
+    with torch.no_grad():
+        before = float(loss_of(held_out))
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(slice(step % 6 * 12, step % 6 * 12 + 12)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return before, float(loss_of(held_out))
+
+
+@pytest.mark.parametrize("read", [exported, streamed])
+def test_a_drafter_learns_from_the_states_and_not_from_shuffled_ones(
+    run_with_head: MadeRun, tmp_path: Path, read: Callable[[MadeRun, Path], Data]
+) -> None:
+    data = read(run_with_head, tmp_path / "exported")
+    settings = ExportSettings(format="specforge", draft_vocab_size=DRAFT_VOCAB_SIZE)
+    export(run_with_head.folder, settings, tmp_path / "vocabulary")
+    t2d = torch.load(tmp_path / "vocabulary/vocab_mapping.pt", weights_only=True)["t2d"]
+    before, after = train(data, run_with_head, t2d)
     assert after < 0.5 * before, (before, after)
 
-    generator = torch.Generator().manual_seed(1)
-    shuffled = [(ids, mask, states[torch.randperm(len(ids), generator=generator)]) for ids, mask, states in items]
-    before, after = train(shuffled)
+    states = data.aux_BSKH
+    order = torch.randperm(states.shape[0] * states.shape[1], generator=torch.Generator().manual_seed(1))
+    data.aux_BSKH = states.flatten(0, 1)[order].view_as(states)
+    before, after = train(data, run_with_head, t2d)
     assert after > 0.9 * before, (before, after)
 
-    shifted = [(ids, mask, states.roll(1, dims=0)) for ids, mask, states in items]
-    before, after = train(shifted)
+    data.aux_BSKH = states.roll(1, dims=1)
+    before, after = train(data, run_with_head, t2d)
     assert after > 0.9 * before, ("states of the neighbour must not do", before, after)
