@@ -19,7 +19,7 @@ from gpu_worker.inputs import PaddedBatch, check_rows, pad_rows
 from gpu_worker.selfcheck import length_band
 from hiddenq.contracts.errors import RunMismatch, UsageError
 from hiddenq.contracts.messages import BatchJob
-from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.run import ModelIdentity, RunConfig
 from hiddenq.contracts.shard import ShardFormat, ShardLayout, layout_shard
 from hiddenq.delivery import RunRecord, list_runs, load_run, run_state, self_checks
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
@@ -137,10 +137,14 @@ def same_model(client: redis.Redis, first: RunRecord) -> list[RunRecord]:
         for record in list_runs(client)
         if record.run != first.run
         and run_state(client, record.run) == "live"
-        and (record.config.model.config_digest, record.config.model.weights_digest, record.config.model.dtype)
-        == (first.config.model.config_digest, first.config.model.weights_digest, first.config.model.dtype)
+        and _decisive(record.config.model) == _decisive(first.config.model)
     ]
     return [first, *others]
+
+
+def _decisive(model: ModelIdentity) -> ModelIdentity:
+    """A model without where it was found."""
+    return model.model_copy(update={"model": "", "revision": None})
 
 
 def open_location(record: RunRecord) -> ObjectStore:

@@ -47,8 +47,6 @@ class WorkerSettings(Frozen):
     """Refuse a model whose fast kernels are missing here."""
     trust_remote_code: bool = False
     """Run Python code that the checkpoint brings along."""
-    dequantize: bool = False
-    """Run a quantised checkpoint in the run's dtype."""
     gpus_per_worker: int = Field(default=1, ge=1)
     """GPUs that share the model, from `device` on, for one that is too big for a single GPU."""
     cpu_threads: int | None = Field(default=None, ge=1)

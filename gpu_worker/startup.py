@@ -92,7 +92,7 @@ def make_ready(
             attention=settings.attention,
             target_layer_ids=config.target_layer_ids,
             trust_remote_code=settings.trust_remote_code,
-            dequantize=settings.dequantize,
+            dequantize=config.model.dequantized,
             num_gpus=settings.gpus_per_worker,
         )
     with times.part("probe"):
@@ -178,7 +178,10 @@ def _check_identity(path: str, config: RunConfig, *, trust_remote_code: bool) ->
     """The model as this host sees it is the run's."""
     model = config.model
     found = identify_model(
-        path, revision=model.revision, dtype=model.dtype, trust_remote_code=trust_remote_code
+        path,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=trust_remote_code,
     ).identity
     for name in ("config_digest", "weights_digest", "quantization"):
         if getattr(found, name) != getattr(model, name):

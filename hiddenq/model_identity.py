@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.contracts.run import Dtype, ModelIdentity
 
 AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -49,11 +49,13 @@ def identify_model(
     revision: str | None = None,
     dtype: AskedDtype = "auto",
     trust_remote_code: bool = False,
+    dequantize: bool = False,
 ) -> TargetModel:
     """Read a model's configuration and make out its identity.
 
     Raises:
         ModelError: no such model, no config or weights in it, or a kind that has no decoder of its own.
+        UsageError: `dequantize` for a checkpoint that is not quantised.
     """
     if "://" in model:
         raise ModelError("--model: expected a folder or a hub id, found a URL")  # not shown: it may hold a password
@@ -78,6 +80,9 @@ def identify_model(
     text_config = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"--model {model}: {config.model_type} is an encoder-decoder; hiddenq reads decoders only")
+    quantization = _quantization(config, text_config)
+    if dequantize and quantization is None:
+        raise UsageError(f"--dequantize: has no effect, {model} is not quantised; leave it out")
     identity = ModelIdentity(
         model=model,
         revision=None if is_folder else commit,
@@ -89,7 +94,8 @@ def identify_model(
         vocab_size=_size(model, text_config, "vocab_size"),
         max_positions=_max_positions(text_config),
         dtype=_resolve_dtype(dtype, config, text_config),
-        quantization=_quantization(config, text_config),
+        quantization=quantization,
+        dequantized=dequantize,
     )
     return TargetModel(identity=identity, config=config, text_config=text_config, local_only=local_only)
 

@@ -60,6 +60,9 @@ class InputOptions:
     dtype: Annotated[
         str, _option(_MODEL, text="Dtype of the forward pass: auto (the model's own), bfloat16, float16, float32.")
     ] = "auto"
+    dequantize: Annotated[
+        bool, _option(_MODEL, text="Run a quantised checkpoint in the forward pass's dtype, not natively.")
+    ] = False
     storage_dtype: Annotated[
         str | None, _option(_MODEL, text="Dtype of the stored states: bfloat16, float16, float32 or float8_e4m3fn.")
     ] = None
@@ -183,7 +186,6 @@ class ComputeOptions:
     require_fast_kernels: Annotated[
         bool, _option(_HOST, text="Refuse a hybrid model whose fast kernels are missing here.")
     ] = False
-    dequantize: Annotated[bool, _option(_HOST, text="Run a quantised checkpoint in the run's dtype.")] = False
     gpus_per_worker: Annotated[int, _option(_HOST, text="GPUs that share one copy of the model.", metavar="N")] = 1
     cpu_threads: Annotated[int | None, _option(_HOST, text="Torch threads on the CPU.")] = None
     fsync: Annotated[bool, _option(_HOST, text="Force each shard to disk before it is published.")] = False
@@ -199,7 +201,7 @@ class ComputeOptions:
             str(self.gpus_per_worker),
         ]
         given += ["--require-fast-kernels"] * self.require_fast_kernels
-        given += ["--dequantize"] * self.dequantize + ["--fsync"] * self.fsync
+        given += ["--fsync"] * self.fsync
         given += ["--cpu-threads", str(self.cpu_threads)] if self.cpu_threads is not None else []
         return tuple(given)
 

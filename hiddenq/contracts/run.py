@@ -41,6 +41,8 @@ class ModelIdentity(Frozen):
     """The dtype the forward pass runs in."""
     quantization: str | None
     """Quantisation method of the checkpoint, None if it has none."""
+    dequantized: bool = False
+    """Whether a quantised checkpoint is run in `dtype`, its weights turned back while loading, instead of natively."""
 
 
 class DataFile(Frozen):

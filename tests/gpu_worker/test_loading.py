@@ -14,7 +14,15 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText,
 from gpu_worker.decoder import count_layers, find_decoder
 from gpu_worker.loading import choose_attention, load_decoder
 from hiddenq.contracts.errors import ModelError
-from tests.support.models import VOCAB_SIZE, build_base_model, save_tiny_model, tiny_config, write_config
+from tests.support.models import (
+    VOCAB_SIZE,
+    add_quantization,
+    build_base_model,
+    save_fp8_model,
+    save_tiny_model,
+    tiny_config,
+    write_config,
+)
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -196,20 +204,20 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_quantised_checkpoint_is_never_dequantised_silently(tmp_path: Path) -> None:
-    folder = _fp8(tmp_path)
+    folder = save_fp8_model(tmp_path / "model")
     with pytest.raises(ModelError, match=r"quantised \(fp8\) and can't run so here .*--dequantize"):
         load_decoder(str(folder), dtype=torch.float32)
 
 
 def test_a_quantised_checkpoint_is_dequantised_when_asked_and_says_so(tmp_path: Path) -> None:
-    loaded = load_decoder(str(_fp8(tmp_path)), dtype=torch.float32, dequantize=True)
+    loaded = load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=torch.float32, dequantize=True)
     assert loaded.quantization == "fp8 (dequantized)"
     find_decoder(loaded.model, VOCAB_SIZE)
 
 
 def test_a_missing_quantisation_package_is_named(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
-    _add_quantization(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False})
+    add_quantization(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False})
     with pytest.raises(ModelError, match=r"gptq needs a package: .*(optimum|gptqmodel|GPTQ)"):
         load_decoder(str(folder), dtype=torch.float32)
 
@@ -228,28 +236,3 @@ def test_only_matrix_weights_count_as_operations(tmp_path: Path) -> None:
     loaded = load_decoder(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
     assert loaded.num_parameters == 4 * layer
-
-
-def _fp8(tmp_path: Path) -> Path:
-    """A tiny fp8 checkpoint with 128 x 128 blocks."""
-    folder = save_tiny_model(
-        tmp_path / "model",
-        hidden_size=128,
-        intermediate_size=128,
-        num_attention_heads=4,
-        head_dim=32,
-        num_key_value_heads=4,
-    )
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if "proj" in name]:
-        scale = weights[name].abs().max() / 448
-        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
-        weights[name.replace(".weight", ".weight_scale_inv")] = scale.reshape(1, 1)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _add_quantization(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
-    return folder
-
-
-def _add_quantization(folder: Path, fields: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))

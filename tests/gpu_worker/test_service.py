@@ -29,7 +29,7 @@ from hiddenq.delivery import Consumer, dead_letters, fleet, self_checks
 from hiddenq.delivery import drain as drain_host
 from hiddenq.storage.runfiles import load_batches, read_token_rows
 from tests.gpu_worker.served import FAST, Served, make_run, serve_until
-from tests.support.models import save_tiny_model
+from tests.support.models import save_fp8_model, save_tiny_model
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
@@ -281,6 +281,17 @@ def test_a_worker_whose_lease_is_lost_deletes_its_own_file(run: Served, monkeypa
     assert serve_until(run, lambda: len(run.spool.files()) == run.num_batches) == 0
     assert not run.spool.path(lost[0]).exists()
     assert_nothing_is_held(run)
+
+
+def test_a_run_decides_whether_a_quantised_model_is_dequantised_and_its_shards_say_so(
+    tmp_path: Path, redis_server: RedisServer, redis_client: redis.Redis
+) -> None:
+    model = save_fp8_model(tmp_path / "fp8")
+    run = make_run(tmp_path, model, redis_server.url, redis_client, (30, 9), dequantize=True, dtype="float32")
+    assert serve_until(run, lambda: len(run.spool.files()) == run.num_batches) == 0
+    data = next(iter(published(run).values())).read_bytes()
+    _, metadata = parse_header(data[: header_num_bytes(data[:8], name="")], name="", num_bytes=len(data))
+    assert metadata["quantization"] == "fp8 (dequantized)"
 
 
 def test_any_run_takes_all_runs_of_the_same_model(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.contracts.run import ModelIdentity
 from hiddenq.model_identity import identify_model
 from tests.support.models import tiny_config
@@ -108,6 +108,17 @@ def test_the_weights_digest_changes_with_size_name_and_bytes(tmp_path: Path) -> 
 def test_quantisation_is_recorded(tmp_path: Path) -> None:
     folder = save(tmp_path, tiny_config("llama"), quantization_config={"quant_method": "fp8"})
     assert identify(folder).quantization == "fp8"
+
+
+def test_running_a_quantised_model_natively_or_not_are_two_models(tmp_path: Path) -> None:
+    folder = save(tmp_path, tiny_config("llama"), quantization_config={"quant_method": "fp8"})
+    assert (identify(folder).dequantized, identify(folder, dequantize=True).dequantized) == (False, True)
+
+
+def test_dequantising_what_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, tiny_config("llama"))
+    with pytest.raises(UsageError, match=r"--dequantize: has no effect, .* is not quantised; leave it out"):
+        identify(folder, dequantize=True)
 
 
 @pytest.mark.parametrize(

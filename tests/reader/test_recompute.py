@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import FineGrainedFP8Config
 
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import ModelError
 from hiddenq.reader import verify
 from tests.support.made_run import MadeRun, make_run, states_of_model
-from tests.support.models import save_tiny_model
+from tests.support.models import save_fp8_model, save_tiny_model
 
 Make = Callable[..., MadeRun]
 
@@ -98,3 +100,28 @@ def test_another_model_is_refused(make: Make, model_folder: Path) -> None:
     made = make(num_layers=7)
     with pytest.raises(ModelError, match="no list of 7 layers"):
         verify(made.folder, recompute=1, model=str(model_folder))
+
+
+@pytest.mark.parametrize("dequantized", [True, False])
+def test_a_quantised_model_is_recomputed_as_the_run_ran_it_or_not_at_all(tmp_path: Path, dequantized: bool) -> None:
+    model = save_fp8_model(tmp_path / "fp8")
+    plain = FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
+    made = make_run(
+        tmp_path / "run",
+        num_layers=4,
+        hidden_size=128,
+        dtype="float32",
+        target_layer_ids=(1, 2),
+        states=states_of_model(model, (1, 2), quantization_config=plain),
+        model=str(model),
+    )
+    asked = made.config.model.model_copy(update={"quantization": "fp8", "dequantized": dequantized})
+    made.config = made.config.model_copy(update={"model": asked})
+    (made.folder / names.RUN_JSON).write_text(made.config.model_dump_json())
+    made.finish()
+    if dequantized:
+        report = verify(made.folder, recompute=2)
+        assert report.ok, report.lines()
+        return
+    with pytest.raises(ModelError, match="the run used the fp8 weights natively, which this machine can't"):
+        verify(made.folder, recompute=2)

@@ -283,11 +283,11 @@ def make_run(
     return made
 
 
-def states_of_model(folder: Path, target_layer_ids: tuple[int, ...]) -> States:
-    """States of a model on disk, by hooks on its layers, sample by sample in float32."""
+def states_of_model(folder: Path, target_layer_ids: tuple[int, ...], **load: Any) -> States:
+    """States of a model on disk (`load`: how to load it), by hooks on its layers, sample by sample in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **load).eval()
     layers = model.get_decoder().layers
 
     def states(_sample_id: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

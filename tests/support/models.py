@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CONFIG_MAPPING,
@@ -146,6 +147,26 @@ def save_tiny_model(
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_fp8_model(folder: Path) -> Path:
+    """Save a tiny checkpoint whose matrices are quantised to fp8 in blocks of 128 x 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    save_tiny_model(folder, **sizes, num_key_value_heads=4)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "proj" in name]:
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[name.replace(".weight", ".weight_scale_inv")] = scale.reshape(1, 1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    add_quantization(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    return folder
+
+
+def add_quantization(folder: Path, fields: dict[str, Any]) -> None:
+    """Say in a checkpoint's config that it is quantised."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
 
 
 def write_config(folder: Path, config: PreTrainedConfig, **fields: Any) -> Path:
