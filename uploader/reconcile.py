@@ -141,9 +141,7 @@ class Reconciler:
             if entry.file_name in needed:
                 continue
             # An execution that Redis never heard of can publish nothing any more: Redis lost its data.
-            if execution_is_known(self._client, execution) and (
-                time.time() - entry.modified < self._patience_seconds or not self._is_dead(execution)
-            ):
+            if execution_is_known(self._client, execution) and not self._is_left_behind(entry, execution):
                 continue
             try:
                 yield self._header(entry)
@@ -152,6 +150,9 @@ class Reconciler:
             except DamagedShard as error:
                 self._spool.quarantine(entry.file_name, str(error))
                 self._log.warning("orphan_damaged", file=entry.file_name, error=str(error))
+
+    def _is_left_behind(self, entry: SpoolEntry, execution: str) -> bool:
+        return time.time() - entry.modified >= self._patience_seconds and self._is_dead(execution)
 
     def _header(self, entry: SpoolEntry) -> Orphan:
         with self._spool.open_shard(entry.file_name) as file:
@@ -175,7 +176,9 @@ class Reconciler:
             reason = self._adopt(run, orphan)
         if not reason:
             log.info("orphan_adopted")
-        elif orphan.entry.file_name not in spool_file_names(self._client, self._spool.spool_id):
+        elif self._is_left_behind(orphan.entry, orphan.execution) and orphan.entry.file_name not in spool_file_names(
+            self._client, self._spool.spool_id
+        ):
             self._spool.delete(orphan.entry.file_name)
             log.info("orphan_removed", reason=reason)
 

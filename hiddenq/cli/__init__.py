@@ -60,8 +60,10 @@ def _top(
 def main() -> NoReturn:
     """Entry point: run the command and exit with its status."""
     die_with_parent()
-    from hiddenq.cli import run, stages, inspect, training, fleet  # noqa: F401, I001  each registers its commands, in this order
-
+    try:
+        from hiddenq.cli import run, stages, inspect, training, fleet  # noqa: F401, I001  each registers its commands, in this order
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     sys.exit(exit_status(sys.argv[1:]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from hiddenq.contracts.errors import UsageError
 
 PANEL = "Looking at a run"
 WATCH_SECONDS = 1.0
+LIST_LIMIT = 100
 
 failed = typer.Typer(help="Batches set aside after their last attempt.", no_args_is_help=True)
 app.add_typer(failed, name="failed", rich_help_panel=PANEL)
@@ -89,21 +91,37 @@ def status(
 @failed.command("list")
 @grouped
 def failed_list(
-    queue: QueueOptions, store: StoreOptions, out: OutOption = None, run: RunOption = None, json: Json = False
+    queue: QueueOptions,
+    store: StoreOptions,
+    out: OutOption = None,
+    run: RunOption = None,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", envvar="HIDDENQ_FAILED_LIMIT", help="Show the first N; 0: all.")
+    ] = LIST_LIMIT,
+    json: Annotated[bool, typer.Option("--json", help="Print all, each as one line of JSON in an array.")] = False,
 ) -> int:
-    """List dead letters."""
-    from hiddenq.delivery import dead_letters
+    """List dead letters, oldest first."""
+    from hiddenq.delivery import each_dead_letter, num_dead
 
     with _open_run(out, run, queue, store) as opened:
-        letters = dead_letters(opened.client, opened.run)
-    if json:
-        typer.echo(orjson.dumps([letter.model_dump(mode="json") for letter in letters]))
-        return 0
-    table = Table("batch", "samples", "attempts", "reason", box=None, pad_edge=False)
-    for letter in letters:
-        reason = letter.reason.strip().splitlines()[-1] if letter.reason.strip() else "unknown"
-        table.add_row(letter.batch.batch_id, f"{letter.batch.num_samples:,}", f"{len(letter.attempts)}", escape(reason))
-    Console().print(table if letters else "no dead letters")
+        letters = each_dead_letter(opened.client, opened.run)
+        if json:
+            lines = (orjson.dumps(letter.model_dump(mode="json")).decode() for letter in letters)
+            typer.echo("[" + next(lines, ""), nl=False)
+            for line in lines:
+                typer.echo(",\n" + line, nl=False)
+            typer.echo("]")
+            return 0
+        total = num_dead(opened.client, opened.run)
+        table = Table("batch", "samples", "attempts", "reason", box=None, pad_edge=False)
+        for letter in itertools.islice(letters, limit or None):
+            reason = letter.reason.strip().splitlines()[-1] if letter.reason.strip() else "unknown"
+            table.add_row(
+                letter.batch.batch_id, f"{letter.batch.num_samples:,}", f"{len(letter.attempts)}", escape(reason)
+            )
+    Console().print(table if total else "no dead letters")
+    if (left := total - table.row_count) > 0:
+        typer.echo(f"and {left:,} more: --limit 0 shows all")
     return 0
 
 
@@ -117,14 +135,13 @@ def failed_show(
     run: RunOption = None,
 ) -> int:
     """Show one dead letter: every attempt with host, device, time and traceback."""
-    from hiddenq.delivery import dead_letters
+    from hiddenq.delivery import each_dead_letter
 
     with _open_run(out, run, queue, store) as opened:
-        found = [letter for letter in dead_letters(opened.client, opened.run) if letter.batch.batch_id == batch]
-    if not found:
+        letter = next(each_dead_letter(opened.client, opened.run, [batch]), None)
+    if letter is None:
         raise UsageError(f"{batch}: no dead letter of that batch; `hiddenq failed list` has them")
     console = Console()
-    letter = found[0]
     console.print(
         f"batch {batch}: {letter.batch.num_samples:,} samples, {letter.batch.num_tokens:,} tokens", style="bold"
     )
@@ -167,7 +184,7 @@ def verify(
     store: StoreOptions,
     out: Annotated[str, typer.Option(help="Output location of the run.")],
     recompute: Annotated[
-        int, typer.Option(metavar="N", help="Recompute N random samples from the model and compare.")
+        int, typer.Option(metavar="N", min=0, help="Recompute N random samples from the model and compare.")
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Where the model lies here, if not where run.json says.")] = None,
     device: Annotated[str, typer.Option(help="Torch device of the recomputation.")] = "cpu",

@@ -37,7 +37,7 @@ from hiddenq.delivery.fleet import (
 from hiddenq.delivery.ledger import Ledger, LedgerTotals
 from hiddenq.delivery.location import LocationLock
 from hiddenq.delivery.outlook import stuck_reason, uploads_of
-from hiddenq.delivery.reaper import Reaper, execution_is_dead, spool_file_names
+from hiddenq.delivery.reaper import Reaper, execution_is_dead, execution_is_known, spool_file_names
 from hiddenq.delivery.runs import (
     RunRecord,
     batch_seconds,
@@ -83,6 +83,7 @@ __all__ = [
     "each_dead_letter",
     "enqueue",
     "execution_is_dead",
+    "execution_is_known",
     "fleet",
     "forget",
     "list_runs",

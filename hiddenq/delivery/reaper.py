@@ -225,6 +225,12 @@ def execution_is_dead(client: redis.Redis, execution: str, settings: DeliverySet
     return seen is None or seconds + microseconds / 1e6 - seen > 3 * settings.lease_seconds
 
 
+def execution_is_known(client: redis.Redis, execution: str) -> bool:
+    """Whether Redis has heard of an execution within a day; every execution that can still publish is known."""
+    with away_errors():
+        return client.zscore("hiddenq:executions", execution) is not None
+
+
 def spool_file_names(client: redis.Redis, spool_id: str) -> set[str]:
     """Names of the files in a spool that an upload job still needs: waiting, started, delayed or set aside."""
     with away_errors():

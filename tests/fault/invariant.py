@@ -18,9 +18,9 @@ import redis
 from hiddenq.contracts import names
 from hiddenq.delivery import Ledger, dead_letters, fleet
 from hiddenq.storage import ObjectStore, Spool
+from hiddenq.storage.runfiles import load_manifest
 from tests.fault.parts import SETTINGS
 from tests.uploader.small_run import SmallRun
-from uploader.finish import load_manifest
 
 
 class Broken(AssertionError):

@@ -91,6 +91,20 @@ def test_an_interrupted_run_ends_its_children_and_goes_on_later(
     assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_interrupted_before_anything_was_done_ends_in_one_line(
+    signum: signal.Signals, hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = hiddenq.start(*arguments)
+    wait_until(lambda: (out / ".hiddenq" / "redis" / "server.json").exists(), seconds=60, what="its Redis")
+    process.send_signal(signum)
+    status, _, errors = communicate(process)
+    assert status == 128 + signum
+    assert errors.splitlines() == ["interrupted; the same command goes on from here"]
+    assert processes_with(str(out)) == []
+
+
 def test_a_second_run_on_the_same_location_is_refused_naming_the_owner(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:

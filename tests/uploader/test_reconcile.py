@@ -233,3 +233,16 @@ def test_a_dead_letters_shard_does_not_fill_the_spool_even_if_its_uploader_died_
     assert "dead_upload_set_aside" in events(log)
     assert spool.files() == []
     assert (spool.folder / "quarantine" / shard.file_name).exists()
+
+
+def test_what_waits_in_a_spool_is_adopted_at_once_when_redis_lost_its_data_and_not_made_again(
+    redis_client: redis.Redis, reconciler: Reconciler, run: SmallRun, store: LocalStore, spool: Spool
+) -> None:
+    shards = run.extract(redis_client, spool, limit=2)
+    reconciler.once()
+    redis_client.flushall()
+    save_run(redis_client, run.record(store))
+    reconciler.once()
+    assert spool_file_names(redis_client, spool.spool_id) == {shard.file_name for shard in shards}
+    report = enqueue(redis_client, run.record(store), [batch.job(run.name) for batch in run.batches])
+    assert (report.num_held, report.num_enqueued) == (2, len(run.batches) - 2)
