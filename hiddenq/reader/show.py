@@ -1,15 +1,18 @@
 """One sample as a person wants to see it: its text, what is supervised, the size of its states by layer.
 
-Invariant: control characters of a text never reach the terminal, so a hostile sample can't repaint it. The tokenizer is
-the run's if it can be loaded here; without it ids stand for the text.
+Invariant: control characters of a text never reach the terminal, so a hostile sample can't repaint it. What is
+supervised can be seen with colours and without. The tokenizer is the run's if it can be loaded here; without it ids
+stand for the text.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,11 +20,13 @@ from hiddenq.reader.decode import Sample
 from hiddenq.reader.run import Run
 
 SUPERVISED, CONTEXT = "bold green", "dim"
+OPEN, CLOSE = "⟦", "⟧"
+"""Around what is supervised where there are no colours."""
 MAX_TOKENS = 400
 _BAR_WIDTH = 24
 
-Decode = Callable[[Sequence[int]], list[str]]
-"""Token ids → the text of each."""
+Decode = Callable[[Sequence[int]], str]
+"""Token ids → their text."""
 
 
 def show_sample(run: Run, sample_id: int, *, model: str | None = None, max_tokens: int = MAX_TOKENS) -> RenderableType:
@@ -38,7 +43,7 @@ def show_sample(run: Run, sample_id: int, *, model: str | None = None, max_token
     return Group(
         _heading(run, sample),
         Text(),
-        _text(sample, load_decoder(model or run.config.model.model), max_tokens),
+        _Conversation(sample, load_decoder(model or run.config.model.model), max_tokens),
         Text(),
         _norms(run, sample),
     )
@@ -52,7 +57,18 @@ def load_decoder(model: str) -> Decode | None:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (ImportError, OSError, ValueError):
         return None
-    return lambda ids: [str(tokenizer.decode([token])) for token in ids]
+
+    def decode(ids: Sequence[int]) -> str:
+        try:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        except OverflowError:  # ids that no vocabulary has
+            return _numbers(ids)
+
+    return decode
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids)) + " "
 
 
 def layer_norms(sample: Sample, target_layer_ids: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -78,15 +94,28 @@ def _heading(run: Run, sample: Sample) -> Text:
     )
 
 
-def _text(sample: Sample, decode: Decode | None, max_tokens: int) -> Text:
-    ids = sample.input_ids[:max_tokens].tolist()
-    pieces = decode(ids) if decode else [f"{token} " for token in ids]
-    text = Text()
-    for piece, supervised in zip(pieces, sample.loss_mask.tolist(), strict=False):
-        text.append(_visible(piece), style=SUPERVISED if supervised else CONTEXT)
-    if len(sample) > max_tokens:
-        text.append(f" … and {len(sample) - max_tokens} more tokens")
-    return text
+@dataclass
+class _Conversation:
+    """The text, decoded run by run: a single token may be half a character."""
+
+    sample: Sample
+    decode: Decode | None
+    max_tokens: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        marks = (OPEN, CLOSE) if console.color_system is None or console.no_color else ("", "")
+        tokens = zip(self.sample.input_ids.tolist(), self.sample.loss_mask.tolist(), strict=True)
+        text = Text()
+        for supervised, run in itertools.groupby(itertools.islice(tokens, self.max_tokens), key=lambda pair: pair[1]):
+            ids = [token for token, _ in run]
+            piece = _visible(self.decode(ids)) if self.decode else _numbers(ids)
+            if supervised:
+                text.append(f"{marks[0]}{piece}{marks[1]}", style=SUPERVISED)
+            else:
+                text.append(piece, style=CONTEXT)
+        if len(self.sample) > self.max_tokens:
+            text.append(f" … and {len(self.sample) - self.max_tokens} more tokens")
+        yield text
 
 
 def _visible(piece: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from hiddenq.reader import open_run, show_sample
-from hiddenq.reader.show import layer_norms
+from hiddenq.reader.show import CLOSE, OPEN, layer_norms
 from tests.support.made_run import MadeRun
 from tests.support.models import tiny_tokenizer
 
@@ -38,7 +39,13 @@ def test_a_sample_shows_its_text_its_mask_by_colour_and_its_norms_by_layer(model
     visible = [piece for piece in map(tokenizer.decode, sample.input_ids.tolist()) if piece.isalnum()]
     assert visible
     assert all(piece in shown for piece in visible)
+    supervised = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
+    marked = "".join(shown.split())
+    marked = marked[marked.index(OPEN) + 1 : marked.index(CLOSE)]
+    wanted = [char for char in tokenizer.decode(supervised) if char.isalnum()]
+    assert [char for char in marked if char.isalnum()] == wanted, "marked where there are no colours"
     coloured = printed(show_sample(run, sample_id), colour=True)
+    assert OPEN not in coloured
     assert "\x1b[1;32m" in coloured
     assert "\x1b[2m" in coloured
 
@@ -50,10 +57,33 @@ def test_without_a_tokenizer_ids_stand_for_the_text_and_a_long_one_is_cut(make: 
     assert "and 15 more tokens" in shown
 
 
+def test_a_character_of_several_tokens_is_shown_whole(make: Make, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("plain 日本 🙂 text")
+    assert any("\N{REPLACEMENT CHARACTER}" in tokenizer.decode([token]) for token in ids)
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = make(
+        model=str(tmp_path / "model"), token_rows=[ids], num_samples=1, rejected_rows=(), vocab_size=512, max_length=40
+    )
+    made.samples[0].loss_mask[:] = 0
+    made.write_shards()
+    assert "plain 日本 🙂 text" in printed(show_sample(open_run(made.folder), 0))
+
+
+def test_ids_that_no_vocabulary_has_are_shown_as_numbers(make: Make, model_folder: Path) -> None:
+    made = make(model=str(model_folder), num_samples=1, rejected_rows=(), min_length=8)
+    made.samples[0].input_ids[-1] = -5
+    made.samples[0].loss_mask[:] = 0
+    made.write_shards()
+    assert " -5" in printed(show_sample(open_run(made.folder), 0))
+
+
 def test_control_characters_do_not_reach_the_terminal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make()
-    monkeypatch.setattr("hiddenq.reader.show.load_decoder", lambda _model: lambda ids: ["\x1b[2J\x07"] * len(ids))
-    assert "\x1b[2J" not in printed(show_sample(open_run(made.folder), 0))
+    monkeypatch.setattr("hiddenq.reader.show.load_decoder", lambda _model: lambda ids: "\x1b[2J\x07\u202e" * len(ids))
+    shown = printed(show_sample(open_run(made.folder), 0))
+    assert "\N{REPLACEMENT CHARACTER}" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
 
 
 def test_a_sample_that_is_not_there_is_a_key_error(make: Make) -> None:
