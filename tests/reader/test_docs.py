@@ -18,7 +18,8 @@ def test_every_command_and_example_of_the_trainers_page_runs(
     model_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = TrainersPage.read(model_run.folder)
-    assert len(page.commands) == 6
+    assert len(page.commands) == 8
+    assert set(page.code) == {"", "speculators", "modelopt", "specforge", "automodel"}, "each is run by a test"
     for command in page.commands:
         type_command(command, tmp_path)
     monkeypatch.chdir(tmp_path)

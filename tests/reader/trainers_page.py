@@ -8,7 +8,8 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import hiddenq.cli.training  # noqa: F401 (it registers its commands)
+import hiddenq.cli.inspect
+import hiddenq.cli.training  # noqa: F401
 from hiddenq.cli import exit_status
 
 ROOT = Path(__file__).parents[2]
