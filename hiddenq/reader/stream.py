@@ -45,7 +45,7 @@ class HiddenStatesStream(IterableDataset[Sample]):
             rank, world_size: this process's part; None for those of `torch.distributed` (one part if it is not up).
             equal: leave out up to `world_size - 1` samples of each epoch so that all ranks get as many.
             dtype: of the states; None for the stored one (the model's for fp8).
-            threads: ranged reads at a time.
+            threads: ranged reads at a time; a local disk's files are read ahead by the kernel instead.
             prefetch_bytes: stored bytes that are read ahead at most, per DataLoader worker.
 
         Raises:

@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hiddenq.contracts.errors import DamagedShard, ObjectMissing, RunMismatch, UsageError
 from hiddenq.reader import HiddenStatesStream, Run, Sample, open_run
+from hiddenq.reader.buffers import MIN_BYTES
 from hiddenq.reader.files import LocalFiles
 from tests.support.made_run import MadeRun
 
@@ -162,6 +163,25 @@ def test_a_loader_with_persistent_workers_goes_on_in_the_middle_of_an_epoch(make
     again.load_state_dict(state)
     assert list(again) == rest
     assert sorted(itertools.chain(*begun, *rest)) == sorted(stream.order().tolist())
+
+
+@pytest.mark.parametrize("local_files", ["auto", "read"])
+def test_large_samples_come_out_of_workers_whole_though_their_memory_is_used_again(
+    make: Make, local_files: LocalFiles
+) -> None:
+    made = make(num_samples=12, min_length=250, max_length=250, hidden_size=1024)
+    run = open_run(made.folder, local_files=local_files)
+    assert int(run.index.num_bytes.min()) > MIN_BYTES
+    stream = HiddenStatesStream(run, threads=2)
+    loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    kept = []
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        kept += list(loader)
+    assert sorted(ids_of(kept)) == sorted([*made.samples, *made.samples])
+    for sample in kept:
+        assert torch.equal(sample.hidden_states, made.samples[sample.sample_id].hidden_states.bfloat16())
+        assert torch.equal(sample.input_ids, made.samples[sample.sample_id].input_ids)
 
 
 @pytest.mark.parametrize(
