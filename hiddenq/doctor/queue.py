@@ -28,6 +28,10 @@ CHECK_PASSWORD = (
     "the user in the address (redis://worker@…) and the password file must be of one role; this machine's own: docker "
     "compose run --rm credentials show join, in deploy/ on the machine of the queue"
 )
+SET_REDIS_RIGHT = (
+    "what it says, in Redis's settings on the machine of the queue (those of deploy/redis/redis.conf are right), and "
+    "docker compose up -d redis"
+)
 START_REDIS = "docker compose up -d redis in deploy/ on the machine of the queue, and see docker compose logs redis"
 
 
@@ -39,7 +43,7 @@ def check_queue(url: str, *, clock: Callable[[], float] = time.time) -> Iterator
         yield error(str(away), "every stage waits for Redis", START_REDIS)
         return
     except HiddenqError as refusal:
-        yield error(str(refusal), "every stage is refused by it", CHECK_PASSWORD)
+        yield error(str(refusal), "every stage is refused by it", _remedy(refusal))
         return
     with client:
         info = client.info()
@@ -63,6 +67,13 @@ def check_queue(url: str, *, clock: Callable[[], float] = time.time) -> Iterator
             )
         yield from _clock(client, clock)
     yield from check_exposure(url)
+
+
+def _remedy(refusal: HiddenqError) -> str:
+    """What to do about a Redis that refuses us, or that we refuse."""
+    cause = refusal.__cause__
+    is_theirs = isinstance(cause, redis.ResponseError) and not isinstance(cause, redis.ReadOnlyError)
+    return CHECK_PASSWORD if is_theirs or isinstance(cause, redis.AuthenticationError) else SET_REDIS_RIGHT
 
 
 def check_exposure(url: str) -> Iterator[Finding]:

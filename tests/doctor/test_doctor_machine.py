@@ -85,6 +85,7 @@ def test_redis_that_refuses_us_is_an_error_without_a_secret_in_it(
     (finding,) = check_queue(redis_server.bare_url)
     assert finding.level == "error"
     assert "HIDDENQ_REDIS_PASSWORD" in finding.what
+    assert finding.remedy.startswith("the user in the address")
     assert "planted" not in repr(finding)
 
 
@@ -96,7 +97,9 @@ def test_an_eviction_policy_is_an_error_and_missing_durability_or_password_a_war
         assert "answers without a password" in text
         with server.client() as client:
             client.config_set("maxmemory-policy", "allkeys-lru")
-        assert "maxmemory-policy allkeys-lru, which drops jobs" in whats(list(check_queue(server.bare_url)), "error")
+        (refused,) = check_queue(server.bare_url)
+        assert "maxmemory-policy allkeys-lru, which drops jobs" in refused.what
+        assert refused.remedy.startswith("what it says, in Redis's settings")
     finally:
         server.stop()
 

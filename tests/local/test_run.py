@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hiddenq
 from hiddenq.reader import Run
-from hiddenq.storage import StoreSettings
+from hiddenq.storage import StoreSettings, open_store
 from tests.local.conftest import ALONE, chats, write_rows
 from tests.support.command import Command, Ended, lines_of, make_command
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
@@ -167,7 +167,14 @@ def test_a_run_into_s3_is_complete_and_resumes(
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    command = make_command(home, AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_REGION="us-east-1")
+    command = make_command(
+        home,
+        AWS_ACCESS_KEY_ID=ACCESS_KEY,
+        AWS_SECRET_ACCESS_KEY=SECRET_KEY,
+        AWS_REGION="us-east-1",
+        HF_TOKEN="hf_planted",
+        HIDDENQ_LOG_LEVEL="DEBUG",
+    )
     data = write_rows(tmp_path / "chats.jsonl", chats(8))
     arguments = ("run", "--model", models["llama"], "--data", data, "--out", s3_location.uri, "--target-layers", "1,2",
                  "--endpoint-url", s3_server.endpoint_url, *ALONE)  # fmt: skip
@@ -178,9 +185,20 @@ def test_a_run_into_s3_is_complete_and_resumes(
     assert "0 to do" in again.out
     verdict = command("verify", "--out", s3_location.uri, "--endpoint-url", s3_server.endpoint_url, "--recompute", "2")
     assert verdict.status == 0, verdict
-    run = hiddenq.open_run(s3_location.uri, StoreSettings(endpoint_url=s3_server.endpoint_url, region="us-east-1"))
+    settings = StoreSettings(endpoint_url=s3_server.endpoint_url, region="us-east-1")
+    run = hiddenq.open_run(s3_location.uri, settings)
     assert len(run) == 8
     assert run[3].hidden_states.shape[1:] == (2, 64)
+    store = open_store(s3_location.uri, settings)
+    places = {info.key: store.get_bytes(info.key) for info in store.list()}
+    private = [path for path in home.rglob("*") if path.is_file() and path.stat().st_mode & 0o077 == 0]
+    [password] = [path.read_bytes().strip() for path in private if path.name == "password"]
+    secrets = [SECRET_KEY.encode(), b"hf_planted", password]
+    places |= {str(path): path.read_bytes() for path in home.rglob("*") if path.is_file() and path not in private}
+    places |= {name: f"{said}".encode() for name, said in (("run", ended), ("again", again), ("verify", verdict))}
+    assert any(".log" in place for place in places)
+    assert [place for place, data in places.items() for secret in secrets if secret in data] == []
+    assert {path.name for path in private if password in path.read_bytes()} == {"password", "redis.conf"}
 
 
 def test_a_real_model_in_bf16_is_as_close_to_its_own_fp32_as_transformers_is(
