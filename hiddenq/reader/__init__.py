@@ -11,6 +11,7 @@ recomputes samples from the model).
     checks/       verify: every check of a run      exports/        what trainers load
     trainers.py   datasets in place of theirs       show.py         one sample for a person
     budget.py     a bound on memory                 buffers.py      memory used again
+    patience.py   waiting for a store
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify

@@ -1,14 +1,12 @@
 """Byte ranges of a run's objects, from a bucket or from local files.
 
 Invariant: what is held belongs to the process that opened it (a fork opens anew), is bounded in number, and is closed
-when nobody reads from it any more. A map is made only where losing the file under it is not to be feared. A store that
-is away for a while is waited for: a training job of days outlives an outage of minutes.
+when nobody reads from it any more. A map is made only where losing the file under it is not to be feared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import weakref
@@ -18,16 +16,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from hiddenq.contracts.errors import ObjectMissing, StoreAway, StoreRefused
+from hiddenq.contracts.errors import ObjectMissing, StoreRefused
 from hiddenq.reader.buffers import BufferPool
+from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
 LocalFiles = Literal["auto", "read", "map"]
 MAX_OPEN_FILES = 256
-MAX_PAUSE_SECONDS = 10.0
-"""Between two looks at a store that is away."""
 LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 """Kinds of file systems whose files stay readable while they are mapped."""
 
@@ -66,7 +62,7 @@ class ProcessFiles:
         """
         if file := self._file(store, key):
             return file.read(begin, num_bytes)
-        data = self._patiently()(store.get_bytes, key, begin, begin + num_bytes)
+        data = patiently(self._wait_seconds)(store.get_bytes, key, begin, begin + num_bytes)
         buffer = self._buffers.take(len(data))
         buffer.numpy()[:] = np.frombuffer(data, np.uint8)
         return buffer
@@ -110,20 +106,6 @@ class ProcessFiles:
         if self._local_files == "auto" and self._lasts(path.parent):
             return _KeptFile(path, self._buffers)
         return _ReadFile(path, self._buffers)
-
-    def _patiently(self) -> Retrying:
-        return Retrying(
-            retry=retry_if_exception_type(StoreAway),
-            stop=stop_after_delay(self._wait_seconds),
-            wait=wait_random_exponential(multiplier=0.2, max=MAX_PAUSE_SECONDS),
-            before_sleep=_say_waiting,
-            reraise=True,
-        )
-
-
-def _say_waiting(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    logging.getLogger(__name__).warning("waiting for the store: %s", error)
 
 
 def file_system(path: Path) -> str:

@@ -23,6 +23,7 @@ from hiddenq.contracts.shard import ShardFormat
 from hiddenq.reader.decode import Sample, decode_sample
 from hiddenq.reader.files import LocalFiles, ProcessFiles
 from hiddenq.reader.index import Integers, SampleIndex, load_index, scan_shards
+from hiddenq.reader.patience import WAIT_SECONDS
 from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_batches, load_manifest, load_run_json, read_token_rows
@@ -37,7 +38,7 @@ def open_run(
     *,
     threads: int = 16,
     local_files: LocalFiles = "auto",
-    wait_seconds: float = 600.0,
+    wait_seconds: float = WAIT_SECONDS,
 ) -> Run:
     """Open the run at a folder or `s3://bucket/prefix`, finished or still going.
 
@@ -58,6 +59,8 @@ def open_run(
     """
     if local_files not in get_args(LocalFiles):
         raise UsageError(f"local_files: {local_files!r} is none of {', '.join(get_args(LocalFiles))}")
+    if threads < 1:
+        raise UsageError(f"threads {threads}: at least 1")
     settings = settings or StoreSettings()
     store = open_store(uri, settings)
     config = load_config(store)

@@ -262,6 +262,14 @@ def test_another_export_is_never_mixed_in(model_run: MadeRun, make: Make, tmp_pa
         export(model_run.folder, ExportSettings(format="eagle"), tmp_path / "full")
 
 
+@pytest.mark.parametrize("below", ["", "export", "states/export"])
+def test_an_export_into_the_run_itself_is_refused(model_run: MadeRun, below: str) -> None:
+    before = sorted(model_run.folder.rglob("*"))
+    with pytest.raises(UsageError, match="inside the run, where only the run's own objects may lie"):
+        export(model_run.folder, ExportSettings(format="eagle"), model_run.folder / below)
+    assert sorted(model_run.folder.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -135,3 +135,28 @@ def test_an_outage_that_lasts_ends_the_stream_which_can_go_on_later(
     again = HiddenStatesStream(run)
     again.load_state_dict(stream.state_dict())
     assert got + [sample.sample_id for sample in again] == stream.order().tolist()
+
+
+def test_verify_and_an_export_wait_for_an_outage(
+    model_run: MadeRun,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
+    settings = upload(model_run.folder, s3_location, s3_server)
+    settings = settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url})
+    reads = faulty_proxy.plan(Answer(503, "SlowDown"), times=s3_client.NUM_ATTEMPTS + 2, when=reads_shards)
+    report = verify(s3_location.uri, settings, threads=1)
+    assert report.ok, report.lines()
+    assert reads.num_met == s3_client.NUM_ATTEMPTS + 2
+    writes = faulty_proxy.plan(
+        Answer(503, "SlowDown"),
+        times=s3_client.NUM_ATTEMPTS + 2,
+        when=lambda request: request.method == "PUT" and "data_0.ckpt" in request.target,
+    )
+    dest = s3_location.uri + "-export"
+    done = export(model_run.folder, ExportSettings(format="eagle"), dest, dest_settings=settings, threads=1)
+    assert done.statement.complete
+    assert writes.num_met == s3_client.NUM_ATTEMPTS + 2

@@ -26,6 +26,7 @@ from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import values
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.index import header_size, samples_of
+from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import TokenRow
 
@@ -240,7 +241,8 @@ class _Stream:
         Raises:
             DamagedShard: the object ends before.
         """
-        data = self._store.get_bytes(self.info.key, self.position, self.position + num_bytes) if num_bytes else b""
+        end = self.position + num_bytes
+        data = patiently()(self._store.get_bytes, self.info.key, self.position, end) if num_bytes else b""
         if len(data) != num_bytes:
             have = self.position + len(data)
             raise DamagedShard(

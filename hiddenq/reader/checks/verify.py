@@ -24,6 +24,7 @@ from hiddenq.reader.checks.plan import check_batches, check_manifest, check_rows
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
 from hiddenq.reader.index import SampleIndex
+from hiddenq.reader.patience import patiently
 from hiddenq.reader.run import load_config, open_run
 from hiddenq.storage import ObjectInfo, ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import TokenRow, read_token_rows
@@ -131,7 +132,7 @@ class _Sweep:
     def _check_batch(self, batch: BatchPlan) -> tuple[list[int], int, ShardOutcome | None]:
         """Sample ids, supervised tokens, and what the batch's shard showed (None: it is not there)."""
         try:
-            rows = read_token_rows(self.store, batch.token_part, batch.first_row, batch.num_samples)
+            rows = patiently()(read_token_rows, self.store, batch.token_part, batch.first_row, batch.num_samples)
         except DamagedShard as error:
             self.findings.add("plan", f"batch {batch.batch_id}", str(error))
             rows = []

@@ -26,6 +26,7 @@ from hiddenq.reader.exports.piece import Piece, save
 from hiddenq.reader.exports.settings import ExportSettings, check_settings, needs_final, needs_norm
 from hiddenq.reader.exports.speculators import speculators_pieces
 from hiddenq.reader.index import Integers
+from hiddenq.reader.patience import patiently
 from hiddenq.reader.run import Run, open_run
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
@@ -93,6 +94,8 @@ def export(
     run = run if isinstance(run, Run) else open_run(run, source_settings)
     check_settings(settings, run)
     store = open_store(dest, dest_settings)
+    if f"{store.uri}/".startswith(f"{run.uri}/"):
+        raise UsageError(f"--dest {store.uri}: inside the run, where only the run's own objects may lie")
     if not len(run):
         raise UsageError(f"{run.uri}: no sample is there yet")
     order = row_order(run, settings.seed)
@@ -222,7 +225,7 @@ class _Writer:
                 with self._lock:
                     self.skipped.extend(piece.sample_ids)
             else:
-                self._store.put_bytes(piece.key, data)
+                patiently()(self._store.put_bytes, piece.key, data)
         self._count(piece, num_bytes=len(data or b""))
 
     def _count(self, piece: Piece, *, kept: bool = False, num_bytes: int = 0) -> None:
