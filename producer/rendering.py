@@ -67,6 +67,8 @@ def render_conversation(chat: ChatTokenizer, row: Conversation, repairs: Counter
         except RowRejected as reject:
             refusal = reject
             continue
+        if row.tools and _ignores_tools(chat, messages, text):
+            raise RowRejected("template_error", "the template leaves out the list of tools")
         if number:
             repairs["tool_calls_adapted"] += 1
         if num_unread:
@@ -167,6 +169,14 @@ def _check_whole(rendered: str, messages: Messages, tools: Tools) -> int:
         if name not in rendered:
             raise RowRejected("template_error", f"the template leaves out the tool {name}")
     return num_unread
+
+
+def _ignores_tools(chat: ChatTokenizer, messages: Messages, rendered: str) -> bool:
+    """Whether a render with tools is that without: a call alone would show a tool's name, too."""
+    try:
+        return chat.template.render(messages) == rendered
+    except RowRejected:
+        return False
 
 
 def _assistant_spans(chat: ChatTokenizer, row: Rendered, until: int, repairs: Counter[str]) -> list[Span]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,16 @@ def test_a_huge_line_is_a_block_of_its_own_and_tokenised_no_further_than_needed(
     assert block.input_ids[block.lengths[0] :][:100].tolist() == alone.input_ids.tolist()
     dropped = encode_rows(make_encoder(model, max_length=100, length_policy="drop"), [huge])
     assert [reject.reason for reject in dropped.rejected] == ["too_long"]
+
+
+def test_a_conversation_of_very_many_turns_takes_the_time_of_its_kept_part(model: Path) -> None:
+    texts = [f"words of turn {number}" for number in range(40_000)]
+    begin = time.process_time()
+    block = encode_rows(make_encoder(model, max_length=200), [chat(*texts), chat(*texts[:40])])
+    assert time.process_time() - begin < 10  # a render of what precedes each turn would take hours
+    whole, few = (block.input_ids[:200], block.loss_mask[:200]), (block.input_ids[200:], block.loss_mask[200:])
+    assert [part.tolist() for part in whole] == [part.tolist() for part in few]
+    assert 0 < whole[1].sum() < 200
 
 
 def test_a_file_that_is_one_json_array_is_refused_with_the_cure(tmp_path: Path) -> None:

