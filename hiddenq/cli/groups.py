@@ -122,6 +122,12 @@ class StoreOptions:
         int | None,
         _option(_STORE, text="The most bytes a second that each host's uploaders send, together.", least=1),
     ] = None
+    part_bytes: Annotated[
+        int,
+        _option(
+            _STORE, text="The smallest part of an upload; larger ones are fewer requests to the store.", least=5 << 20
+        ),
+    ] = 16 << 20
     checksums: Annotated[
         str, _option(_STORE, text="auto (probed), crc64nvme (the store must verify) or metadata (read back).")
     ] = "auto"
