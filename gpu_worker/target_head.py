@@ -26,7 +26,7 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import ModelError
 from hiddenq.contracts.run import RunConfig
-from hiddenq.contracts.shard import METADATA_KEY
+from hiddenq.contracts.shard import METADATA_KEY, SAFETENSORS_DTYPES
 from hiddenq.storage import ObjectStore
 
 _WRAPPERS = ("model", "language_model", "text_model", "transformer")
@@ -42,11 +42,18 @@ def write_target_head(store: ObjectStore, config: RunConfig) -> bool:
     if store.stat(names.TARGET_HEAD) is not None:
         return False
     head, tensors = describe_head(load_head(config.model.model, config.model.revision), config)
+    head = head.model_copy(update={"checksum": head.checksum_of(map(_described, sorted(tensors.items())))})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, names.TARGET_HEAD)
         save_file(tensors, path, metadata={METADATA_KEY: head.to_json()})
         store.put_file(names.TARGET_HEAD, path, checksum=crc.of_file(path), num_bytes=path.stat().st_size)
     return True
+
+
+def _described(item: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], list[memoryview]]:
+    name, tensor = item
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return name, SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), [data]
 
 
 def load_head(name: str, revision: str | None) -> nn.Module:

@@ -10,11 +10,13 @@ Tensors: `embed_tokens.weight` [V, H]; `norm.weight` and `norm.bias` [H] where t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from hiddenq.contracts.base import Frozen, Versioned
+from hiddenq.contracts.checksum import Crc64Nvme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +67,21 @@ class TargetHead(Versioned):
     """Factor on an embedding's row at the decoder's entry; None where more than a factor happens to it."""
     tied: bool
     """Whether lm_head's weight is the embedding."""
+    checksum: str = ""
+    """Over all the rest of the file: see `checksum_of`."""
+
+    def checksum_of(self, tensors: Iterable[tuple[str, str, tuple[int, ...], Iterable[Any]]]) -> str:
+        """The checksum of this record (without it) and of the tensors: name, safetensors dtype, shape, pieces of bytes.
+
+        Tensors come in the order of their names.
+        """
+        crc = Crc64Nvme()
+        crc.update(self.model_copy(update={"checksum": ""}).to_json().encode())
+        for name, dtype, shape, pieces in tensors:
+            crc.update(f"{name} {dtype} {list(shape)}".encode())
+            for piece in pieces:
+                crc.update(piece)
+        return crc.value
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and softcap of lm_head's output."""

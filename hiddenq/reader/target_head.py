@@ -9,6 +9,7 @@ Shape legend: H hidden size, V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -18,10 +19,12 @@ from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import TensorSpec, header_num_bytes, parse_header
 from hiddenq.contracts.target_head import TargetHead
 from hiddenq.reader.decode import torch_dtype
+from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectStore
 
 MAX_HEADER_BYTES = 1 << 20
 """It names five tensors at most."""
+READ_BYTES = 16 << 20
 _TENSORS = {"embed_tokens.weight": 2, "norm.weight": 1, "norm.bias": 1, "lm_head.weight": 2, "lm_head.bias": 1}
 """Tensors that may be there, with their number of axes."""
 
@@ -88,6 +91,23 @@ class HeadWeights:
     @functools.cached_property
     def _lm_head_bias(self) -> torch.Tensor | None:
         return self._optional("lm_head.bias")
+
+    def verify(self) -> None:
+        """Read every byte and hold it against the checksum that the head was written with.
+
+        Raises:
+            DamagedShard: they differ.
+        """
+        found = self.head.checksum_of(
+            (name, spec.dtype, spec.shape, self._pieces(spec)) for name, spec in sorted(self._specs.items())
+        )
+        if found != self.head.checksum:
+            raise DamagedShard(f"{names.TARGET_HEAD}: checksum: expected {self.head.checksum}, found {found}")
+
+    def _pieces(self, spec: TensorSpec) -> Iterator[bytes]:
+        end = self._data_offset + spec.end
+        for begin in range(self._data_offset + spec.begin, end, READ_BYTES):
+            yield patiently()(self._store.get_bytes, names.TARGET_HEAD, begin, min(begin + READ_BYTES, end))
 
     def _optional(self, name: str) -> torch.Tensor | None:
         return self._read(name) if name in self._specs else None

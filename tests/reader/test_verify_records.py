@@ -6,8 +6,10 @@ The invariant: a fault is planted so that nothing else is wrong, as in the tests
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -297,3 +299,21 @@ def test_run_json_of_a_newer_hiddenq_is_a_finding(make: Make) -> None:
     report = verify(made.folder)
     assert kinds(report) == {"run_json"}
     assert "schema version 9" in report.findings[0].text
+
+
+def test_a_target_head_of_which_any_byte_differs_is_found(model_run: MadeRun, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_run.folder, tmp_path / "run")
+    assert verify(folder).ok
+    path, chosen = folder / names.TARGET_HEAD, random.Random(0)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [chosen.randrange(header) for _ in range(40)] + [chosen.randrange(header, len(whole)) for _ in range(5)]
+    for place in places:
+        if whole[place : place + 1] == b" ":
+            continue  # padding of the header means nothing
+        changed = bytearray(whole)
+        changed[place] ^= 1 << chosen.randrange(8)
+        path.write_bytes(changed)
+        assert kinds(verify(folder)) == {"target_head"}, (place, changed[place - 9 : place + 9])
+    path.write_bytes(whole[:-1])
+    assert kinds(verify(folder)) == {"target_head"}

@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, UnknownSchema
+from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.checks.shard import READ_BYTES
 from hiddenq.reader.index import SampleIndex, read_index
+from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import load_batches, load_manifest, load_rejected
 
@@ -135,6 +136,15 @@ def check_manifest(
     except DamagedShard as error:
         findings.add("index", names.INDEX, str(error).removeprefix(f"{names.INDEX}: "))
         return manifest, None
+
+
+def check_head(store: ObjectStore, config: RunConfig, objects: dict[str, ObjectInfo], findings: Findings) -> None:
+    """The target's head, if there is one: of this model, and every byte as it was written."""
+    if names.TARGET_HEAD in objects:
+        try:
+            HeadWeights(store, config).verify()
+        except (BadMessage, DamagedShard, RunMismatch, UnknownSchema) as error:
+            findings.add("target_head", names.TARGET_HEAD, str(error).removeprefix(f"{names.TARGET_HEAD}: "))
 
 
 def check_totals(manifest: Manifest, index: SampleIndex, num_bytes: int, findings: Findings) -> None:

@@ -20,7 +20,14 @@ from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import norms
-from hiddenq.reader.checks.plan import check_batches, check_manifest, check_rows, check_totals, choose_shards
+from hiddenq.reader.checks.plan import (
+    check_batches,
+    check_head,
+    check_manifest,
+    check_rows,
+    check_totals,
+    choose_shards,
+)
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
 from hiddenq.reader.index import SampleIndex
@@ -116,6 +123,7 @@ class _Sweep:
 
     def run(self, threads: int) -> list[ShardOutcome]:
         """Check every batch; returns what the shards showed."""
+        check_head(self.store, self.config, self.objects, self.findings)
         with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
             results = list(pool.map(self._check_batch, self.batches))
         kept = np.array([sample_id for sample_ids, _, _ in results for sample_id in sample_ids], np.int64)
