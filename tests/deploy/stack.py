@@ -125,23 +125,24 @@ def first_machine(share_address: str) -> Stack:
     )
 
 
-def second_machine(share_address: str, password_file: Path, authority_file: Path) -> Stack:
-    """A machine that joins over TLS: an address, a password and whom to believe."""
+def second_machine(host: str, share_address: str, password_file: Path, authority_file: Path | None) -> Stack:
+    """A machine that joins: the address of Redis and a password; over TLS also whom to believe."""
+    over_tls = authority_file is not None
     return Stack(
         project=JOINED,
         files=(
             "compose.worker.yaml",
-            "compose.worker.tls.yaml",
+            *["compose.worker.tls.yaml"] * over_tls,
             "compose.cpu.yaml",
             str(ROOT / "tests/deploy/compose.joined.test.yaml"),
         ),
         environment={
             **SECRETS,
             "HIDDENQ_VERSION": VERSION,
-            "HIDDENQ_HOST": "second",
-            "HIDDENQ_REDIS_ADDRESS": f"{share_address}:6380",
-            "HIDDENQ_REDIS_CA_FILE": str(authority_file),
+            "HIDDENQ_HOST": host,
+            "HIDDENQ_REDIS_ADDRESS": f"{share_address}:{6380 if over_tls else 6379}",
             "HIDDENQ_REDIS_PASSWORD_FILE": str(password_file),
+            **({"HIDDENQ_REDIS_CA_FILE": str(authority_file)} if over_tls else {}),
             "HIDDENQ_ADVERTISE_ADDRESS": share_address,
             "HIDDENQ_UPLOADERS": "1",
             "TEST_LAN": LAN,

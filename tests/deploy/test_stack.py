@@ -152,20 +152,26 @@ def test_a_killed_worker_comes_back_by_itself_and_its_run_is_finished(stack: Sta
     wait(lambda: stack.inspect("worker")["RestartCount"] >= 1, "the worker's restart", seconds=60)
 
 
-def test_a_second_machine_joins_over_tls_and_does_the_work_alone(stack: Stack, lan: str, tmp_path: Path) -> None:
-    password, authority = tmp_path / "join-password", tmp_path / "ca.pem"
+@pytest.mark.parametrize("host", ["plain", "tls"])
+def test_another_machine_joins_with_an_address_and_a_password_and_does_the_work_alone(
+    stack: Stack, lan: str, tmp_path: Path, host: str
+) -> None:
+    password = tmp_path / "join-password"
     password.write_text(stack.compose("run", "--rm", "--no-deps", "credentials", "show", "join"))
-    stack.compose("cp", "redis:/run/hiddenq/ca.pem", str(authority))
+    authority = None
+    if host == "tls":
+        authority = tmp_path / "ca.pem"
+        stack.compose("cp", "redis:/run/hiddenq/ca.pem", str(authority))
     stack.compose("stop", "worker", "uploader")
-    joined = second_machine(lan, password, authority)
+    joined = second_machine(host, lan, password, authority)
     try:
         joined.compose("up", "--detach")
-        output = Output("s3://demo/joined")
+        output = Output(f"s3://demo/joined-{host}")
         stack.produce(output.uri, limit=8)
-        wait(output.is_complete, "manifest.json by the second machine")
+        wait(output.is_complete, "manifest.json by the other machine")
         output.check()
-        wait(lambda: len(prometheus('up{host="second"} == 1')) == 2, "its metrics in Prometheus", seconds=90)
-        stack.compose("run", "--rm", "--no-deps", "operator", "drain", "second")
+        wait(lambda: len(prometheus(f'up{{host="{host}"}} == 1')) == 2, "its metrics in Prometheus", seconds=90)
+        stack.compose("run", "--rm", "--no-deps", "operator", "drain", host)
     finally:
         joined.down()
 
@@ -190,7 +196,7 @@ def test_no_secret_is_in_a_log_a_metric_redis_or_the_output(stack: Stack) -> Non
     }
     places["metrics"] = json.dumps(prometheus('{__name__=~".+"}')).encode()
     places["Redis"] = in_container(stack, "redis", "cat /data/appendonlydir/*")
-    for run in ("run", "killed", "joined"):
+    for run in ("run", "killed", "joined-plain", "joined-tls"):
         store = Output(f"s3://demo/{run}").store
         places |= {f"{run}/{info.key}": store.get_bytes(info.key) for info in store.list()}
     assert len(places) > 20
