@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-import hiddenq.cli.inspect  # noqa: F401 (it registers its commands)
 from hiddenq.contracts import names
 from hiddenq.reader import VerifyReport, verify
 from tests.support.made_run import MadeRun

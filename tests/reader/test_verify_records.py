@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-import hiddenq.cli.inspect  # noqa: F401 (it registers its commands)
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.manifest import Manifest
@@ -254,6 +253,23 @@ def test_a_mask_shifted_in_token_part_and_shard_alike_is_found(make: Make) -> No
     report = verify(made.folder)
     assert kinds(report) == {"plan"}
     assert "digest of token parts and batch list" in report.findings[0].text
+
+
+def test_a_batch_of_a_part_that_the_run_has_not_is_found(make: Make) -> None:
+    made = make()
+    path = made.folder / names.BATCHES
+    path.write_text(path.read_text().replace('"token_part":1', '"token_part":7'))
+    report = verify(made.folder)
+    assert "plan" in kinds(report)
+    assert any(finding.text == "token part 7 of 2" for finding in report.findings)
+
+
+def test_a_token_part_far_larger_than_its_tokens_is_not_read(make: Make) -> None:
+    made = make()
+    with (made.folder / names.token_part_key(0)).open("ab") as file:
+        file.truncate(1 << 30)  # a hole: it takes no room
+    report = verify(made.folder)
+    assert any("1073741824 bytes; one of this run has" in finding.text for finding in report.findings)
 
 
 def test_a_token_part_that_is_gone_is_found(make: Make) -> None:

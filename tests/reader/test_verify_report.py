@@ -10,6 +10,7 @@ import pytest
 
 import hiddenq.cli.inspect  # noqa: F401 (it registers its commands)
 from hiddenq.cli import exit_status
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused, UsageError
 from hiddenq.reader import VerifyReport, verify
 from hiddenq.reader.checks.report import TODO, FindingKind
@@ -28,7 +29,7 @@ FORMATS = [
 ]
 
 
-def test_every_byte_of_a_shard_is_asked_for_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_shards_and_tokens_is_asked_for_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make()
     asked: dict[str, list[tuple[int, int]]] = {}
     whole = LocalStore.get_bytes
@@ -40,7 +41,7 @@ def test_every_byte_of_a_shard_is_asked_for_once(make: Make, monkeypatch: pytest
 
     monkeypatch.setattr(LocalStore, "get_bytes", counted)
     assert verify(made.folder, deep=True).ok
-    for key in made.shard_keys:
+    for key in [*made.shard_keys, *(names.token_part_key(part) for part in range(2)), names.BATCHES, names.INDEX]:
         ranges = sorted(asked[key])
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         assert ranges[-1][1] == (made.folder / key).stat().st_size

@@ -3,6 +3,7 @@
 Consumes a run's location, produces a `VerifyReport`; what it says rests on `run.json` and the token parts, which were
 written before the first shard. It never writes.
 
+    tokens.py     token parts and batch list, read once
     plan.py       run.json, batches, rejects, index, manifest      shard.py      one shard in one pass
     values.py     stored words as numbers                          norms.py      samples against each other (`deep`)
     recompute.py  samples from the model again                     verify.py     the order of it all

@@ -6,7 +6,6 @@ against; index and manifest are held against them, never the other way round.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,20 +17,21 @@ from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, Ru
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings
-from hiddenq.reader.checks.shard import READ_BYTES
+from hiddenq.reader.checks.tokens import Plan
 from hiddenq.reader.index import SampleIndex, read_index
 from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectInfo, ObjectStore
-from hiddenq.storage.runfiles import load_batches, load_manifest, load_rejected
+from hiddenq.storage.runfiles import load_manifest, load_rejected
 
 
-def check_batches(store: ObjectStore, config: RunConfig, findings: Findings) -> list[BatchPlan]:
-    """The plan, held against the totals of `run.json`; empty if it can't be read."""
+def check_batches(store: ObjectStore, config: RunConfig, findings: Findings) -> Plan | None:
+    """The plan, held against the totals of `run.json`; None if it can't be read."""
     try:
-        batches = load_batches(store)
+        plan = Plan(store, config, findings)
     except (BadMessage, ObjectMissing) as error:
         findings.add("plan", names.BATCHES, str(error))
-        return []
+        return None
+    batches = plan.batches
     totals = {
         "num_batches": (config.num_batches, len(batches)),
         "num_samples": (config.num_samples, sum(batch.num_samples for batch in batches)),
@@ -43,23 +43,7 @@ def check_batches(store: ObjectStore, config: RunConfig, findings: Findings) -> 
             findings.add("plan", names.BATCHES, f"{name}: expected {expected} by run.json, found {found}")
     if len({batch.batch_id for batch in batches}) != len(batches):
         findings.add("plan", names.BATCHES, "a batch id stands there twice")
-    digest = _plan_digest(store, config.num_token_parts)
-    if digest is not None and digest != config.plan_digest:
-        text = f"digest of token parts and batch list: expected {config.plan_digest} by run.json, found {digest}"
-        findings.add("plan", names.TOKENS_PREFIX, text)
-    return batches
-
-
-def _plan_digest(store: ObjectStore, num_token_parts: int) -> str | None:
-    """blake2b-128 over the token parts in order and the batch list; None if one is missing, which others report."""
-    digest = hashlib.blake2b(digest_size=16)
-    for key in [*(names.token_part_key(part) for part in range(num_token_parts)), names.BATCHES]:
-        info = store.stat(key)
-        if info is None:
-            return None
-        for begin in range(0, info.num_bytes, READ_BYTES):
-            digest.update(store.get_bytes(key, begin, min(begin + READ_BYTES, info.num_bytes)))
-    return digest.hexdigest()
+    return plan
 
 
 def check_rows(

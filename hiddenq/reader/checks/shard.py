@@ -41,6 +41,7 @@ class ShardOutcome:
     """What a pass over a shard showed."""
 
     num_bytes: int = 0
+    num_samples: int = 0
     num_tokens: int = 0
     offsets: dict[int, tuple[int, int]] = field(default_factory=dict)
     """sample_id → (byte offset in the file, num_tokens), by the header."""
@@ -105,6 +106,7 @@ def _check(
             begin, data = stream.position, stream.take(num_bytes)
             for sample_id, num_tokens in group:
                 outcome.offsets[sample_id] = (begin, num_tokens)
+                outcome.num_samples += 1
                 outcome.num_tokens += num_tokens
                 tensors = shard_format.sample_tensors(sample_id, num_tokens, begin - stream.position + num_bytes)
                 begin += tensors[-1].end - tensors[0].begin

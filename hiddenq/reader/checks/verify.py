@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,6 @@ from hiddenq.reader.checks.plan import (
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
 from hiddenq.reader.index import SampleIndex
-from hiddenq.reader.patience import patiently
 from hiddenq.reader.run import load_config, open_run
 from hiddenq.storage import ObjectInfo, ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import TokenRow, read_token_rows
@@ -88,13 +88,17 @@ def verify(
         run=config.run,
         findings=tuple(findings.kept),
         num_findings=findings.counts,
-        num_samples=sum(len(outcome.offsets) for outcome in outcomes),
+        num_samples=sum(outcome.num_samples for outcome in outcomes),
         num_tokens=sum(outcome.num_tokens for outcome in outcomes),
         num_shards=len(outcomes),
         num_bytes=sum(outcome.num_bytes for outcome in outcomes),
         seconds=time.monotonic() - started,
         recomputed=recomputed,
     )
+
+
+_BatchOutcome = tuple[list[int], int, ShardOutcome | None]
+"""Sample ids, supervised tokens, and what the batch's shard showed (None: it is not there)."""
 
 
 class _Sweep:
@@ -111,7 +115,8 @@ class _Sweep:
     ) -> None:
         self.store, self.config, self.findings, self.deep = store, config, findings, deep
         self.objects = {info.key: info for info in store.list()}
-        self.batches = check_batches(store, config, findings)
+        self.plan = check_batches(store, config, findings)
+        self.batches = self.plan.batches if self.plan else []
         self.manifest, self.index = check_manifest(store, config, self.objects, findings)
         self.chosen = choose_shards(
             self.batches, self.index, self.objects, finished=self.manifest is not None, findings=findings
@@ -124,8 +129,7 @@ class _Sweep:
     def run(self, threads: int) -> list[ShardOutcome]:
         """Check every batch; returns what the shards showed."""
         check_head(self.store, self.config, self.objects, self.findings)
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-            results = list(pool.map(self._check_batch, self.batches))
+        results = list(self._check_batches(threads))
         kept = np.array([sample_id for sample_ids, _, _ in results for sample_id in sample_ids], np.int64)
         check_rows(self.store, self.config, kept, sum(count for _, count, _ in results), self.findings)
         if self.manifest is None:
@@ -137,13 +141,24 @@ class _Sweep:
                 check_totals(self.manifest, self.index, sum(sizes), self.findings)
         return [outcome for _, _, outcome in results if outcome is not None]
 
-    def _check_batch(self, batch: BatchPlan) -> tuple[list[int], int, ShardOutcome | None]:
-        """Sample ids, supervised tokens, and what the batch's shard showed (None: it is not there)."""
-        try:
-            rows = patiently()(read_token_rows, self.store, batch.token_part, batch.first_row, batch.num_samples)
-        except DamagedShard as error:
-            self.findings.add("plan", f"batch {batch.batch_id}", str(error))
-            rows = []
+    def _check_batches(self, threads: int) -> Iterator[_BatchOutcome]:
+        """What each batch showed, in plan order; the tokens of a few batches are held at a time."""
+        pending: deque[Future[_BatchOutcome]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+            for batches, part in self.plan.parts() if self.plan else ():
+                for batch in batches:
+                    pending.append(pool.submit(self._check_batch, batch, part))
+                    if len(pending) > 2 * threads:
+                        yield pending.popleft().result()
+            yield from (future.result() for future in pending)
+
+    def _check_batch(self, batch: BatchPlan, part: ObjectStore | None) -> _BatchOutcome:
+        rows: list[TokenRow] = []
+        if part is not None:
+            try:
+                rows = read_token_rows(part, batch.token_part, batch.first_row, batch.num_samples)
+            except DamagedShard as error:
+                self.findings.add("plan", f"batch {batch.batch_id}", str(error))
         outcome = self._check_shard(batch, rows)
         return [row.sample_id for row in rows], sum(int(row.loss_mask.sum()) for row in rows), outcome
 
@@ -160,6 +175,7 @@ class _Sweep:
         outcome = check_shard(self.store, info, batch, rows, self.config, self.findings, self._budget, deep=self.deep)
         if outcome.checksum:
             self._compare(info, rows, outcome)
+        outcome.offsets.clear()  # a million of them would be most of what is held
         with self._lock:
             self._done += info.num_bytes
             if self._progress:
