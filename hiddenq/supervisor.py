@@ -20,12 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import UserError
 from hiddenq.telemetry import logger
 
 START_SECONDS = 120.0
 """A process that was started so recently may not have been able to say anything yet: torch can take minutes to load."""
 PARENT_VARIABLE = "HIDDENQ_PARENT_PID"
+SUPERVISED = {names.REDIS_WAIT_VARIABLE: "3600"}
+"""A child that starts while Redis is away waits for it: its supervisor knew that Redis before."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -138,7 +141,7 @@ class Supervisor:
 
     def _spawn(self, child: _Child) -> None:
         spec = child.spec
-        environment = {**os.environ, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **spec.environment, **SUPERVISED, PARENT_VARIABLE: str(os.getpid())}
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file else None
             child.process = subprocess.Popen(

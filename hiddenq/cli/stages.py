@@ -27,7 +27,6 @@ from hiddenq.cli.groups import (
 )
 from hiddenq.cli.options import grouped
 from hiddenq.cli.run import MoreData, Out, location_name
-from hiddenq.contracts.errors import UsageError
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
 from hiddenq.telemetry import configure_logging, logger
 
@@ -210,10 +209,11 @@ class _Stop(BaseException):
 
 def _supervise(queue: QueueOptions, specs: list[ProcessSpec]) -> int:
     """Keep a host's processes alive until a signal, or until none is left; then its exit status."""
+    from hiddenq.delivery import connect
+
     if queue.redis_url:
         os.environ[state.REDIS_VARIABLE] = queue.redis_url
-    if not os.environ.get(state.REDIS_VARIABLE):
-        raise UsageError("no Redis address: give --redis-url or set HIDDENQ_REDIS_URL (redis://HOST:6379/0)")
+    connect().close()  # refused here, in one line, rather than by each child
 
     def stop(_number: int, _frame: Any) -> None:
         raise _Stop

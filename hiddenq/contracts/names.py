@@ -18,6 +18,8 @@ MANIFEST = "manifest.json"
 TARGET_HEAD = "target_head.safetensors"
 OWNER = "owner.json"
 """There only while a `run` or a `produce` is going on."""
+REDIS_WAIT_VARIABLE = "HIDDENQ_REDIS_WAIT_SECONDS"
+"""Environment variable: how long a process that starts waits for a Redis that is away."""
 STATES_PREFIX = "states/"
 TOKENS_PREFIX = "tokens/"
 

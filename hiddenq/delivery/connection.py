@@ -22,9 +22,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from hiddenq import telemetry
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
 
 MIN_VERSION = (6, 2)
+DEFAULT_WAIT_SECONDS = 10.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
 
 AWAY_CLASSES = (
@@ -136,13 +138,13 @@ def connect(
     *,
     password: str | None = None,
     timeout_seconds: float = 5.0,
-    wait_seconds: float = 10.0,
+    wait_seconds: float | None = None,
 ) -> redis.Redis:
     """A client of a Redis that can carry a run: reached, new enough, never dropping jobs, able to write.
 
     The address comes from HIDDENQ_REDIS_URL unless given, the password from the URL, HIDDENQ_REDIS_PASSWORD or the
     file named by HIDDENQ_REDIS_PASSWORD_FILE. `timeout_seconds` bounds each request; an unreachable or loading Redis
-    is waited for `wait_seconds`.
+    is waited for `wait_seconds` (HIDDENQ_REDIS_WAIT_SECONDS unless given, which a supervisor sets; else 10).
 
     Raises:
         UsageError: no address.
@@ -153,6 +155,8 @@ def connect(
     if not url:
         raise UsageError("no Redis address: give --redis-url or set HIDDENQ_REDIS_URL (redis://HOST:6379/0)")
     where = _without_password(url)
+    if wait_seconds is None:
+        wait_seconds = float(os.environ.get(names.REDIS_WAIT_VARIABLE, DEFAULT_WAIT_SECONDS))
     if "password=" in urlsplit(url).query:
         raise UsageError(f"--redis-url {where}: a password stands in HIDDENQ_REDIS_PASSWORD, not behind the address")
     options: dict[str, Any] = {} if urlsplit(url).password else {"password": password or _password()}

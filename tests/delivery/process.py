@@ -48,7 +48,8 @@ def main(url: str, password: str, mode: str) -> int:
         while mode == "newer":
             consumer.claim()
         consumer.stopping.wait()
-        time.sleep(float(sys.argv[4]) if len(sys.argv) > 4 else 0)
+        if len(sys.argv) > 4:
+            time.sleep(float(sys.argv[4]))
         for claim in claims:
             consumer.publish(claim, shard(claim))
     print("drained", flush=True)

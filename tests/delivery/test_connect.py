@@ -97,6 +97,12 @@ def test_no_password_in_an_address_is_ever_shown() -> None:
     assert "planted" not in str(caught.value)
 
 
+def test_a_supervisors_children_wait_for_a_redis_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_WAIT_SECONDS", "0.2")
+    with pytest.raises(RedisAway, match=r"gave up after 0\.2 s"):
+        connect(f"redis://127.0.0.1:{free_port()}/0")
+
+
 def test_a_full_server_is_away_not_refused(own_redis_server: RedisServer) -> None:
     with own_redis_server.client() as client:
         client.config_set("maxmemory", 1)

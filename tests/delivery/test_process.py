@@ -23,10 +23,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def process(bench: Bench, mode: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A worker process that holds its claims."""
+def process(bench: Bench, mode: str, *options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A worker process that holds its claims; `environment` is added to its own."""
     command = [sys.executable, "-m", "tests.delivery.process", bench.server.bare_url, bench.server.password, mode]
-    child = subprocess.Popen([*command, *options], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [*command, *options],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         assert child.stdout is not None
         if mode != "newer":

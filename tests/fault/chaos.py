@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -31,16 +31,16 @@ import boto3
 import redis
 from botocore.config import Config
 
-from hiddenq.contracts.errors import RetryableError
-from hiddenq.delivery import Ledger, Reaper, connect, dead_letters, fleet
+from hiddenq.contracts.errors import MissingShard, RetryableError
+from hiddenq.delivery import Ledger, Reaper, connect, dead_batches, fleet
 from hiddenq.storage import ObjectStore, Spool, StoreSettings, open_store
 from tests.fault import invariant
-from tests.fault.parts import KILLS, RAISES, SETTINGS, Surroundings, start
+from tests.fault.parts import KILLS, KILLS_UPLOADERS, RAISES, SETTINGS, Surroundings, start
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, start_server
 from uploader import finish_run
 
-POISON = {RAISES, KILLS}
+POISON = {RAISES, KILLS, KILLS_UPLOADERS}
 STOPPED_SECONDS = 1.5 * SETTINGS.lease_seconds
 
 
@@ -79,7 +79,10 @@ class Chaos:
         num_batches: int,
         forward_seconds: float,
         limit_seconds: float,
-        without_leases: bool = False,
+        poison: Set[str] = frozenset(POISON),
+        sabotage: str = "",
+        only: str | None = None,
+        s3: S3Server | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._folder = folder
@@ -88,10 +91,13 @@ class Chaos:
         self._log = log
         self._outcome = Outcome(seed, num_batches=num_batches)
         self._began = time.monotonic()
+        self._only = only
+        """The one kind of strike there is; "" for none, None for all."""
+        self._owns_s3 = s3 is None
         (folder / "s3").mkdir()
         (folder / "logs").mkdir()
         self._redis_server = RedisServer(folder / "redis")
-        self._s3 = start_server(folder / "s3")
+        self._s3 = s3 or start_server(folder / "s3")
         self._surroundings = Surroundings(
             redis_url=self._redis_server.bare_url,
             redis_password=self._redis_server.password,
@@ -104,7 +110,8 @@ class Chaos:
                 "AWS_EC2_METADATA_DISABLED": "true",
                 "HIDDENQ_LOG_FORMAT": "json",
             },
-            without_leases=without_leases,
+            poison=poison,
+            sabotage=sabotage,
         )
         os.environ.update(self._surroundings.environment)
         self._run = self._surroundings.run()
@@ -125,12 +132,13 @@ class Chaos:
             invariant.Broken: a promise was not kept, or the run did not end in time.
         """
         settings = StoreSettings(endpoint_url=self._s3.endpoint_url, region="us-east-1", addressing_style="path")
-        store = open_store(f"s3://{BUCKET}/chaos-{self._outcome.seed}", settings)
+        store = open_store(f"s3://{BUCKET}/chaos-{secrets.token_hex(4)}", settings)
         client = connect(self._surroundings.redis_url, password=self._surroundings.redis_password)
         self._run.start(client, store, settings.model_dump(mode="json"))
         for part in self._parts:
             self._start(part)
-        with Reaper(client, SETTINGS):
+        # This process keeps every promise, so where one is broken it must not make up for the others.
+        with Reaper(client, SETTINGS) if not self._surroundings.sabotage else contextlib.nullcontext():
             self._under_fire(client)
             self._in_peace(client, store)
         self._outcome.seconds = round(time.monotonic() - self._began, 1)
@@ -144,8 +152,9 @@ class Chaos:
         for outage in self._outages:
             outage.join()
         self._redis_server.stop()
-        self._s3.process.kill()
-        self._s3.process.wait()
+        if self._owns_s3:
+            self._s3.process.kill()
+            self._s3.process.wait()
 
     # Under fire
 
@@ -175,6 +184,10 @@ class Chaos:
         }
         if any(outage.is_alive() for outage in self._outages):
             kinds = {name: kind for name, kind in kinds.items() if name not in ("Redis killed", "S3 server killed")}
+        if self._only is not None:
+            kinds = {name: kind for name, kind in kinds.items() if name == self._only}
+            if not any(weight for weight, _ in kinds.values()):
+                return
         [name] = draw.choices(list(kinds), [weight for weight, _ in kinds.values()])
         self._outcome.events[name] += 1
         self._log(f"{time.monotonic() - self._began:6.1f} s  {name}")
@@ -191,8 +204,15 @@ class Chaos:
             part.stopped_until = time.monotonic() + STOPPED_SECONDS
 
     def _lose_host(self) -> None:
-        """Host b burns down, and a new one takes its place."""
+        """Host b burns down with shards in its spool, and a new one takes its place."""
         self._host_is_lost = True
+        spool = Spool.open(self._folder / "spool-b")
+        for part in self._parts:
+            if part.host == "b" and part.kind == "uploader":
+                self._stop(part)
+        deadline = time.monotonic() + 3.0
+        while not spool.files() and time.monotonic() < deadline:
+            time.sleep(0.02)
         for part in self._parts:
             if part.host == "b":
                 self._kill(part)
@@ -254,9 +274,12 @@ class Chaos:
             if part.process is not None:
                 part.process.join(20)
         [record] = [run.record for run in fleet(client).runs]
-        finish_run(client, record, store)
+        try:
+            finish_run(client, record, store)
+        except MissingShard as error:
+            raise invariant.Broken(str(error)) from error
         spools = {part.spool for part in self._parts}
-        invariant.holds(client, self._run, store, sorted(spools), POISON)
+        invariant.holds(client, self._run, store, sorted(spools), self._surroundings.poison)
 
     def _is_quiet(self, client: redis.Redis) -> bool:
         """Every batch is in or set aside, and no spool holds a file."""
@@ -271,7 +294,7 @@ class Chaos:
 
     def _share_done(self, client: redis.Redis) -> float:
         try:
-            done = Ledger(client, self._run.name).totals().num_batches + len(dead_letters(client, self._run.name))
+            done = Ledger(client, self._run.name).totals().num_batches + len(dead_batches(client, self._run.name))
         except RetryableError:
             return 0.0
         return done / len(self._run.batches)

@@ -3,7 +3,7 @@
 Invariant: everything that touches Redis, the spool and the store is the product's own code; only the forward pass is a
 wait. Each process begins in a forked copy of a server that has imported everything, so a kill costs no import.
 
-With `without_leases` a promise is deliberately broken in all of them, to show that chaos notices.
+A promise may be broken on purpose in all of them, to show that chaos notices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,21 +21,21 @@ from pathlib import Path
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import LeaseLost
-from hiddenq.contracts.messages import BatchJob
+from hiddenq.contracts.messages import BatchJob, ShardReady
 from hiddenq.contracts.reports import WorkerReport
-from hiddenq.delivery import Claim, Consumer, DeliverySettings, connect, scripts, worker_name
+from hiddenq.delivery import Claim, Consumer, DeliverySettings, connect, worker_name
 from hiddenq.storage import Spool
+from tests.fault.sabotage import SABOTAGE
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import UploaderSettings, serve
+from uploader.runs import OpenRun
+from uploader.upload import ShardUpload
 
 SETTINGS = DeliverySettings(
     lease_seconds=3.0, renew_seconds=0.5, reap_seconds=0.5, retry_delays=(0.3, 0.6, 1.0), spool_dead_seconds=9.0
 )
-RAISES, KILLS = "000007", "000011"
-"""Batches that are poison: one raises, one kills its process."""
-
-LEASE = "redis.call('ZADD', 'hiddenq:leases', precise(now + a.lease_seconds), member)"
-"""What keeps, in the script that claims, the promise that a dead process's batches come back."""
+RAISES, KILLS, KILLS_UPLOADERS = "000007", "000011", "000005"
+"""Batches that are poison: one raises, one kills its GPU worker, one's shard kills its uploader."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.fault.parts"])
@@ -51,7 +51,10 @@ class Surroundings:
     forward_seconds: float
     log_folder: Path
     environment: Mapping[str, str]
-    without_leases: bool = False
+    poison: Set[str]
+    """Batches that are poison."""
+    sabotage: str = ""
+    """Name of the promise that is broken on purpose (sabotage.py)."""
 
     def run(self) -> SmallRun:
         """The run, made anew from its size alone."""
@@ -73,12 +76,13 @@ def _main(kind: str, surroundings: Surroundings, spool: Path, host: str) -> None
     log = surroundings.log_folder / f"{kind}-{host}-{os.getpid()}.log"
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), 2)
     telemetry.configure_logging(host=host)
-    if surroundings.without_leases:
-        _break_leases()
+    if surroundings.sabotage:
+        SABOTAGE[surroundings.sabotage]()
     if kind == "worker":
         work(surroundings, spool)
     else:
         os.environ["HIDDENQ_REDIS_PASSWORD"] = surroundings.redis_password
+        _let_a_shard_kill(surroundings.poison & {KILLS_UPLOADERS})
         serve(
             UploaderSettings(
                 spool=spool, redis_url=surroundings.redis_url, metrics_port=0, nice=0, reconcile_seconds=2.0
@@ -86,11 +90,16 @@ def _main(kind: str, surroundings: Surroundings, spool: Path, host: str) -> None
         )
 
 
-def _break_leases() -> None:
-    """Claims have no lease from now on: nobody gives back what a dead process held."""
-    whole = scripts.source
-    assert LEASE in whole("claim"), "the promise is kept somewhere else now"
-    scripts.source = lambda name: whole(name).replace(LEASE, "")  # type: ignore[assignment]
+def _let_a_shard_kill(batch_ids: Set[str]) -> None:
+    """The shards of these batches kill whoever uploads them."""
+    put = ShardUpload._put
+
+    def poisoned(self: ShardUpload, run: OpenRun, key: str, shard: ShardReady) -> None:
+        if shard.batch.batch_id in batch_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(self, run, key, shard)
+
+    ShardUpload._put = poisoned  # type: ignore[method-assign]
 
 
 def work(surroundings: Surroundings, spool_folder: Path) -> None:
@@ -108,22 +117,23 @@ def work(surroundings: Surroundings, spool_folder: Path) -> None:
         while not consumer.stopping.is_set():
             claims = consumer.claim(2)
             for claim in claims:
-                execute(consumer, claim, spool, run, surroundings.forward_seconds)
+                execute(consumer, claim, spool, run, surroundings)
             if not claims:
                 consumer.stopping.wait(0.1)
 
 
 def execute(
-    consumer: Consumer[BatchJob], claim: Claim[BatchJob], spool: Spool, run: SmallRun, forward_seconds: float
+    consumer: Consumer[BatchJob], claim: Claim[BatchJob], spool: Spool, run: SmallRun, surroundings: Surroundings
 ) -> None:
     """One batch from its claim to its end."""
     batch = claim.message
     try:
         consumer.enter(claim, "gpu")
-        time.sleep(forward_seconds * random.uniform(0.5, 1.5))
-        if batch.batch_id == RAISES:
+        time.sleep(surroundings.forward_seconds * random.uniform(0.5, 1.5))
+        poison = surroundings.poison & {batch.batch_id}
+        if RAISES in poison:
             raise RuntimeError("this batch always raises")
-        if batch.batch_id == KILLS:
+        if KILLS in poison:
             os.kill(os.getpid(), signal.SIGKILL)
         consumer.enter(claim, "write")
         consumer.publish(claim, run.put_into_spool(spool, batch, claim.execution))

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -43,11 +43,21 @@ def free_port() -> int:
 class RedisServer:
     """One server process in a folder of its own.
 
-    `settings` are lines of its configuration (`maxmemory="3mb"`); `password` is "" for none.
+    `settings` are lines of its configuration (`maxmemory="3mb"`); `password` is "" for none; `environment` is added to
+    its own.
     """
 
-    def __init__(self, folder: Path, *, password: str = "test-password", port: int | None = None, **settings: str):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        password: str = "test-password",
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: str,
+    ):
         self.folder = folder
+        self._environment = {**os.environ, **(environment or {})}
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = port or free_port()
         self.password = password
@@ -83,7 +93,11 @@ class RedisServer:
         """Start the server and wait until it answers."""
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(find_server_program()), str(self._config)], stdout=log, stderr=log, start_new_session=True
+                [str(find_server_program()), str(self._config)],
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
             )
         deadline = time.monotonic() + 20
         with self.client() as client:
