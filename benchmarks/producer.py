@@ -1,7 +1,7 @@
 """How fast the producer tokenises, how well it packs, and how much memory it takes.
 
     python -m benchmarks.producer --model FOLDER [--rows 20000] [--rounds 3] [--processes N]
-    python -m benchmarks.producer --model FOLDER --rows 0 --memory-rows 1000000 [--memory-kind text | ids]
+    python -m benchmarks.producer --model FOLDER --rows 0 --memory-rows 1000000 [--memory-kind text | ids] [--words 220]
 
 Rows are conversations of one to four exchanges cut from the Python documentation, with lengths spread log-normally.
 The baseline is `tokenizers`' own `encode_batch` over the very same rendered strings on the same cores; the two take
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--memory-rows", type=int, default=0)
+    parser.add_argument("--words", type=int, default=MEDIAN_WORDS, help="median words of a conversation")
     parser.add_argument("--memory-kind", choices=("text", "ids"), default="text")
     arguments = parser.parse_args()
     block_torch()
@@ -49,24 +50,26 @@ def main() -> None:
         data = Path(folder, "rows.jsonl")
         results: dict[str, Any] = {}
         if arguments.rows:
-            write_rows(data, arguments.rows)
+            write_rows(data, arguments.rows, arguments.words)
             results = measure(arguments.model, data, arguments.rounds, arguments.processes) | padding()
         if arguments.memory_rows:
-            write = write_rows if arguments.memory_kind == "text" else write_ids
-            write(data, arguments.memory_rows)
+            if arguments.memory_kind == "text":
+                write_rows(data, arguments.memory_rows, arguments.words)
+            else:
+                write_ids(data, arguments.memory_rows)
             results |= memory(arguments.model, data, arguments.processes)
             results |= {"memory_rows": arguments.memory_rows, "memory_kind": arguments.memory_kind}
     print(json.dumps(results, indent=2))
 
 
-def write_rows(path: Path, num_rows: int) -> None:
+def write_rows(path: Path, num_rows: int, median_words: int = MEDIAN_WORDS) -> None:
     """Conversations, the same for each call."""
     chance = random.Random(7)
     words = " ".join(topics.values()).split(" ")
 
     def text() -> str:
         begin = chance.randrange(len(words))
-        return " ".join(words[begin : begin + max(1, int(chance.lognormvariate(0, SIGMA) * MEDIAN_WORDS / 4))]) or "?"
+        return " ".join(words[begin : begin + max(1, int(chance.lognormvariate(0, SIGMA) * median_words / 4))]) or "?"
 
     with path.open("w") as lines:
         for _ in range(num_rows):

@@ -7,7 +7,6 @@ order of what it costs to find out, before the first row is tokenised.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import shutil
 import tempfile
 from collections import Counter
@@ -24,7 +23,7 @@ from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import identify_model
 from hiddenq.telemetry import logger
 from producer.batching import BatchLimits, RotaryLimits
-from producer.blocks import Block, Suspect
+from producer.blocks import Suspect
 from producer.conversation import detect_schema
 from producer.encoder import Encoder, EncoderSettings
 from producer.formats import read_blocks
@@ -191,22 +190,32 @@ class Job:
     def _row_schema(self) -> RowSchema:
         if self.settings.row_schema != "auto":
             return self.settings.row_schema
-        looked_at = itertools.islice(self._first_values(), _ROWS_LOOKED_AT)
-        schema, columns = detect_schema(looked_at)
-        if schema is None:
-            found = f"columns found: {', '.join(columns)}" if columns else "none of the first rows is a JSON object"
-            raise DatasetError(
-                f"--data {' '.join(self.settings.data)}: no schema fits; {found}; expected one of "
-                f"{', '.join(get_args(RowSchema))} (prompt_completion: columns prompt and completion)"
-            )
-        return schema
+        named = f"--data {' '.join(self.settings.data)}"
+        refused: list[RowRejected] = []
+        schema, columns = detect_schema(self._first_values(refused))
+        if schema is not None:
+            return schema
+        if columns:
+            found = f"columns found: {', '.join(columns)}"
+        elif refused:
+            found = f"none of the first rows is a JSON object: {refused[0].detail}"
+        else:
+            raise DatasetError(f"{named}: no rows in it")
+        raise DatasetError(
+            f"{named}: no schema fits; {found}; expected one of {', '.join(get_args(RowSchema))} "
+            "(prompt_completion: columns prompt and completion)"
+        )
 
-    def _first_values(self) -> Iterator[Any]:
-        block: Block
+    def _first_values(self, refused: list[RowRejected]) -> Iterator[dict[Any, Any]]:
+        """The first rows that are objects; the first of the others goes to `refused`."""
         for block in read_blocks([file.path for file in self.files], _ROWS_LOOKED_AT):
             for value in block.decode():
-                if not isinstance(value, RowRejected):
-                    yield value.value if isinstance(value, Suspect) else value
+                value = value.value if isinstance(value, Suspect) else value
+                if isinstance(value, dict):
+                    yield value
+                elif not refused:
+                    is_refused = isinstance(value, RowRejected)
+                    refused.append(value if is_refused else RowRejected("not_an_object", f"{type(value).__name__}"))
 
     def _tokenizer_identity(self, source: TokenizerSource | None) -> TokenizerIdentity:
         chat, settings = self._encoder.chat, self.settings

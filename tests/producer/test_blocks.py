@@ -88,6 +88,20 @@ def test_line_ends_blank_lines_and_a_byte_order_mark_are_not_rows(tmp_path: Path
     assert read(file) == [{"text": 1}, {"text": 2}]
     file.write_bytes(b"")
     assert read(file) == []
+    file.write_bytes(gzip.compress(b'{"text": 1}\n') + b"\0" * 9)  # as some tools fill up a block
+    assert read(file) == [{"text": 1}]
+
+
+def test_a_folder_may_mix_formats(tmp_path: Path) -> None:
+    from producer.sources import resolve_data
+
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for name, kind in (("a.jsonl", "jsonl"), ("b.jsonl.gz", "gzip"), ("c.parquet", "parquet"), ("d.jsonl.zst", "zstd")):
+        write(folder / name, kind)
+    (folder / "dataset_infos.json").write_text("{}")
+    files = resolve_data([str(folder)], lambda: tmp_path)
+    assert read(*(file.path for file in files)) == ROWS * 4
 
 
 def test_one_bad_line_is_one_bad_row(tmp_path: Path) -> None:

@@ -121,10 +121,46 @@ def test_too_many_rejects_end_before_anything_is_written(produce: Produce, tmp_p
     assert produce(rows, max_rejected=0.3).prepared.config.num_rejected == 3
 
 
-@pytest.mark.parametrize("rows", [[{"messages": []}], []])
-def test_nothing_kept_is_an_error(produce: Produce, rows: list[Any]) -> None:
-    with pytest.raises(DatasetError, match=r"all 1 rows rejected: empty 1|no rows in it"):
-        produce(rows, row_schema="messages")
+@pytest.mark.parametrize("schema", ["auto", "messages"])
+def test_nothing_kept_is_an_error(produce: Produce, schema: str) -> None:
+    with pytest.raises(DatasetError, match=r"rows\.jsonl: no rows in it"):
+        produce([], row_schema=schema)
+    with pytest.raises(DatasetError, match=r"all 2 rows rejected: empty 2; see them with hiddenq plan"):
+        produce([{"messages": []}] * 2, row_schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([b"{oops", b"{oops"], "none of the first rows is a JSON object: .*expected"),
+        ([b"hello", chat("a", "b")["messages"]], "none of the first rows is a JSON object: unexpected|expected"),
+        ([[1], 5], "none of the first rows is a JSON object: list"),
+        ([b"\xff\xfe{"], "none of the first rows is a JSON object: not UTF-8"),
+    ],
+)
+def test_a_file_of_something_else_says_what_was_found(produce: Produce, rows: list[Any], why: str) -> None:
+    with pytest.raises(DatasetError, match=f"no schema fits; {why}"):
+        produce(rows)
+
+
+def test_with_no_reject_allowed_the_first_one_ends_the_run(produce: Produce) -> None:
+    with pytest.raises(DatasetError, match=r"1 of 201 rows rejected, more than --max-rejected 0 allows: empty 1"):
+        produce([*ROWS, {"messages": []}], max_rejected=0)
+    assert produce(ROWS, max_rejected=0).prepared.config.num_rejected == 0
+
+
+def test_identical_rows_and_ids_of_their_own_are_samples_each(produce: Produce) -> None:
+    outcome = produce([chat("a", "b") | {"id": 7}] * 5)
+    assert sorted(outcome.samples) == [0, 1, 2, 3, 4]
+
+
+def test_data_that_changed_between_two_starts_is_named_and_the_old_run_left_alone(
+    produce: Produce, tmp_path: Path
+) -> None:
+    before = produce(ROWS)
+    with pytest.raises(RunMismatch, match=r"dataset\.files.*use another location, or the settings and inputs of"):
+        produce([*ROWS, chat("one", "more")])
+    assert load_run_json(open_store(tmp_path / "out")) == before.prepared.config
 
 
 def test_shards_without_their_run_json_are_not_taken_over(model: Path, data: Path, tmp_path: Path) -> None:

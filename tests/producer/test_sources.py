@@ -79,8 +79,9 @@ def test_objects_in_s3_become_files_in_the_order_of_keys(
         files = resolve_data([s3_location.uri + entry], lambda number=number: tmp_path / str(number))  # type: ignore[misc]
         assert [Path(file.name).name for file in files] == expected
         assert [file.path.read_text() for file in files] == expected
-    with pytest.raises(DatasetError, match="no object there"):
-        resolve_data([f"{s3_location.uri}/none.jsonl"], lambda: tmp_path / "none")
+    for entry in ("/none.jsonl", "/*.parquet", "/none/"):
+        with pytest.raises(DatasetError, match="no object there"):
+            resolve_data([s3_location.uri + entry], lambda: tmp_path / "none")
 
 
 def test_a_digest_is_that_of_the_bytes_not_of_the_name(tmp_path: Path) -> None:
