@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from hiddenq.contracts.errors import PermanentError
 from hiddenq.reader.decode import Sample
 from hiddenq.reader.index import Integers
+from hiddenq.reader.patience import patient_threads
 from hiddenq.reader.run import Run
 
 GROUP_BYTES = 1 << 20
@@ -57,19 +58,15 @@ def read_ahead(
     ahead_bytes = 0
     groups = _groups(run, sample_ids)
     upcoming = next(groups, None)
-    with ThreadPoolExecutor(threads, thread_name_prefix="ahead") as pool:
-        try:
-            while pending or upcoming:
-                while upcoming and (not pending or ahead_bytes + upcoming.num_bytes <= prefetch_bytes):
-                    pending.append((upcoming, pool.submit(read, upcoming)))
-                    ahead_bytes += upcoming.num_bytes
-                    upcoming = next(groups, None)
-                group, future = pending.popleft()
-                ahead_bytes -= group.num_bytes
-                yield from _result(future) or (run.read(sample_id, dtype) for sample_id in group.sample_ids)
-        finally:
-            for _, future in pending:
-                future.cancel()
+    with patient_threads(threads, "ahead") as pool:
+        while pending or upcoming:
+            while upcoming and (not pending or ahead_bytes + upcoming.num_bytes <= prefetch_bytes):
+                pending.append((upcoming, pool.submit(read, upcoming)))
+                ahead_bytes += upcoming.num_bytes
+                upcoming = next(groups, None)
+            group, future = pending.popleft()
+            ahead_bytes -= group.num_bytes
+            yield from _result(future) or (run.read(sample_id, dtype) for sample_id in group.sample_ids)
 
 
 def _result(future: Future[list[Sample]]) -> list[Sample] | None:

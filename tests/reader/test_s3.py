@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from hiddenq.storage import StoreSettings, open_store, s3_client
 from tests.support.faulty_proxy import Answer, FaultyProxy, Request, Reset, faulty_proxy
 from tests.support.made_run import MadeRun
 from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
+from tests.support.waiting import wait_until
 
 __all__ = ["faulty_proxy", "s3_location", "s3_server"]
 
@@ -160,3 +163,24 @@ def test_verify_and_an_export_wait_for_an_outage(
     done = export(model_run.folder, ExportSettings(format="eagle"), dest, dest_settings=settings, threads=1)
     assert done.statement.complete
     assert writes.num_met == s3_client.NUM_ATTEMPTS + 2
+
+
+def test_a_stream_that_is_left_in_an_outage_does_not_wait_for_its_end(
+    model_run: MadeRun,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
+    settings = upload(model_run.folder, s3_location, s3_server)
+    run = open_run(s3_location.uri, settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url}))
+    seen = itertools.count()
+    plan = faulty_proxy.plan(Answer(503, "SlowDown"), when=lambda each: reads_shards(each) and next(seen) > 0)
+    iterator = iter(HiddenStatesStream(run, threads=1))
+    next(iterator)
+    wait_until(lambda: plan.num_met > s3_client.NUM_ATTEMPTS)
+    started = time.monotonic()
+    iterator.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 5

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from hiddenq.reader.checks.plan import (
 from hiddenq.reader.checks.report import Findings, Recomputed, VerifyReport
 from hiddenq.reader.checks.shard import ShardOutcome, check_shard
 from hiddenq.reader.index import SampleIndex
+from hiddenq.reader.patience import patient_threads
 from hiddenq.reader.run import load_config, open_run
 from hiddenq.storage import ObjectInfo, ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import TokenRow, read_token_rows
@@ -144,7 +145,7 @@ class _Sweep:
     def _check_batches(self, threads: int) -> Iterator[_BatchOutcome]:
         """What each batch showed, in plan order; the tokens of a few batches are held at a time."""
         pending: deque[Future[_BatchOutcome]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        with patient_threads(threads, "verify") as pool:
             for batches, part in self.plan.parts() if self.plan else ():
                 for batch in batches:
                     pending.append(pool.submit(self._check_batch, batch, part))

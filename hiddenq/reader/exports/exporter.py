@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from hiddenq.reader.exports.piece import Piece, save
 from hiddenq.reader.exports.settings import ExportSettings, check_settings, needs_final, needs_norm
 from hiddenq.reader.exports.speculators import speculators_pieces
 from hiddenq.reader.index import Integers
-from hiddenq.reader.patience import patiently
+from hiddenq.reader.patience import patient_threads, patiently
 from hiddenq.reader.run import Run, open_run
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
@@ -201,22 +201,18 @@ class _Writer:
     def write(self, pieces: Iterable[Piece], threads: int) -> None:
         """Write all pieces; the first error ends it, what is written stays."""
         pending: set[Future[None]] = set()
-        with ThreadPoolExecutor(threads, thread_name_prefix="export") as pool:
-            try:
-                for piece in pieces:
-                    if piece.key in self._present:
-                        self._count(piece, kept=True)
-                        continue
-                    pending.add(pool.submit(self._write, piece))
-                    if len(pending) >= 2 * threads:
-                        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                        for future in done:
-                            future.result()
-                for future in pending:
-                    future.result()
-            finally:
-                for future in pending:
-                    future.cancel()
+        with patient_threads(threads, "export") as pool:
+            for piece in pieces:
+                if piece.key in self._present:
+                    self._count(piece, kept=True)
+                    continue
+                pending.add(pool.submit(self._write, piece))
+                if len(pending) >= 2 * threads:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+            for future in pending:
+                future.result()
 
     def _write(self, piece: Piece) -> None:
         with self._budget.taken(piece.num_bytes):
