@@ -54,8 +54,8 @@ unit: $(VENV)/.test-installed
 	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
-test-deploy: $(VENV)/.test-installed ## the container stack; needs a Docker engine (tests/deploy/engine.py starts one)
-	$(BIN)/pytest tests/deploy/test_stack.py
+test-deploy: $(VENV)/.test-installed ## compose files and the container stack; needs a Docker engine (tests/deploy/engine.py starts one)
+	$(BIN)/pytest tests/deploy/test_compose_files.py tests/deploy/test_stack.py
 
 chaos: $(VENV)/.test-installed ## kill everything at random for MINUTES=20, with a new seed
 	$(BIN)/python -m tests.fault.chaos --minutes $(MINUTES)

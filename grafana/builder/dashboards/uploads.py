@@ -174,6 +174,12 @@ _TROUBLE = Section(
             bad_above=1,
         ),
         _series(
+            "Runs that wait",
+            "Runs left alone for a while because their store refuses; `hiddenq status` says why. Other runs go on.",
+            f"max by (host) ({_metric('waiting_runs')})",
+            "short",
+        ),
+        _series(
             "Retries",
             "Store requests tried again, by error class.",
             f"sum by (host, error) (increase({_metric('retries_total')}[$__rate_interval]))",
