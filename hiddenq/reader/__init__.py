@@ -4,14 +4,14 @@ Consumes a run's output location, finished or still going; produces samples, exp
 `hiddenq.contracts` and `hiddenq.storage`, torch, and neither the queue nor Transformers (but for the one function that
 recomputes samples from the model).
 
-    index.py      where each sample lies            run.py          open a run, read a sample
-    files.py      byte ranges, from anywhere        decode.py       bytes to tensors
+    index.py      where each sample lies            headers.py      what a shard says of itself
+    run.py        open a run, read a sample         files.py        byte ranges, from anywhere
+    decode.py     bytes to tensors                  target_head.py  post-norm states, logits
     dataset.py    map-style dataset, collate        stream.py       iterable dataset
-    ahead.py      reading before it is asked for    target_head.py  post-norm states, logits
+    ahead.py      reading before it is asked for    patience.py     waiting for a store
     checks/       verify: every check of a run      exports/        what trainers load
     trainers.py   datasets in place of theirs       show.py         one sample for a person
     budget.py     a bound on memory                 buffers.py      memory used again
-    patience.py   waiting for a store
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify

@@ -17,7 +17,7 @@ import torch
 
 MIN_BYTES = 1 << 20
 """Smaller buffers are malloc's business, which uses them again itself."""
-MAX_IDLE_BYTES = 128 << 20
+MAX_IDLE_BYTES = 64 << 20
 
 _Block = npt.NDArray[np.uint8]
 

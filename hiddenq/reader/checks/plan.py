@@ -17,8 +17,8 @@ from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, Ru
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.checks.report import Findings
-from hiddenq.reader.checks.tokens import Plan
-from hiddenq.reader.index import SampleIndex, read_index
+from hiddenq.reader.checks.tokens import HeldObject, Plan
+from hiddenq.reader.index import SampleIndex, index_limit, read_index
 from hiddenq.reader.target_head import HeadWeights
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import load_manifest, load_rejected
@@ -110,7 +110,11 @@ def check_manifest(
     if names.INDEX not in objects:
         findings.add("index", names.INDEX, "missing, though manifest.json is there")
         return manifest, None
-    data = store.get_bytes(names.INDEX)
+    try:
+        data = HeldObject(store, names.INDEX, index_limit(config)).data
+    except DamagedShard as error:
+        findings.add("index", names.INDEX, str(error).removeprefix(f"{names.INDEX}: "))
+        return manifest, None
     if (found := crc.of_bytes(data)) != manifest.index_checksum:
         findings.add(
             "index", names.INDEX, f"checksum: expected {manifest.index_checksum} by the manifest, found {found}"

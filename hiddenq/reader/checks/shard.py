@@ -25,7 +25,7 @@ from hiddenq.contracts.shard import ShardFormat, TensorSpec, parse_header
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import values
 from hiddenq.reader.checks.report import Findings
-from hiddenq.reader.index import header_size, samples_of
+from hiddenq.reader.headers import header_size, samples_of
 from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import TokenRow
