@@ -24,7 +24,7 @@ def resolve_devices(text: str, *, gpus_per_worker: int = 1) -> list[str]:
         raise UsageError("--devices cuda: no NVIDIA GPU is visible here; `hiddenq doctor` says why")
     if text in ("auto", "cuda"):
         if 0 < found < step:
-            raise UsageError(f"--gpus-per-worker {step}: {found} GPUs are visible")
+            raise UsageError(f"--gpus-per-worker {step}: {found} GPUs are visible (`hiddenq doctor`)")
         return [name_of(first) for first in range(0, found - step + 1, step)] or ["cpu"]
     devices = [name.strip() for name in text.split(",")]
     taken: set[int] = set()
@@ -36,7 +36,7 @@ def resolve_devices(text: str, *, gpus_per_worker: int = 1) -> list[str]:
             raise UsageError(f"--devices {text}: {name!r} is no device; expected auto, cpu, cuda or cuda:0,cuda:1")
         own = set(range(int(index), int(index) + step))
         if max(own) >= found:
-            raise UsageError(f"--devices {text}: {name_of(max(own))} is not there; {found} GPUs are visible")
+            raise UsageError(f"--devices {text}: {name_of(max(own))} is not there; {found} GPUs are visible (`hiddenq doctor`)")
         if own & taken:
             raise UsageError(
                 f"--devices {text}: {name_of(min(own & taken))} would belong to two workers"
