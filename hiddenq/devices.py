@@ -36,7 +36,9 @@ def resolve_devices(text: str, *, gpus_per_worker: int = 1) -> list[str]:
             raise UsageError(f"--devices {text}: {name!r} is no device; expected auto, cpu, cuda or cuda:0,cuda:1")
         own = set(range(int(index), int(index) + step))
         if max(own) >= found:
-            raise UsageError(f"--devices {text}: {name_of(max(own))} is not there; {found} GPUs are visible (`hiddenq doctor`)")
+            raise UsageError(
+                f"--devices {text}: {name_of(max(own))} is not there; {found} GPUs are visible (`hiddenq doctor`)"
+            )
         if own & taken:
             raise UsageError(
                 f"--devices {text}: {name_of(min(own & taken))} would belong to two workers"
