@@ -15,6 +15,7 @@ Needs a model folder with a config and a chat tokenizer; of the weights, any fil
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -137,6 +138,7 @@ def cpu_ratio(job: Any, chat: Any, texts: list[str]) -> float:
     from producer.formats import read_blocks
 
     encoder = Encoder(job.encoder_settings)
+    gc.freeze()  # as the producer's processes do
     blocks = list(read_blocks([file.path for file in job.files], min(len(texts), 2000)))
     begin = time.process_time()
     num_tokens = sum(len(encoder.encode(block).input_ids) for block in blocks)
