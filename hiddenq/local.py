@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import redis
 
 from hiddenq import state
-from hiddenq.contracts.errors import UserError
-from hiddenq.delivery import EmbeddedServer, Reaper, ServerGuard, connect
+from hiddenq.contracts.errors import RunMismatch, UserError
+from hiddenq.delivery import EmbeddedServer, LocationLock, Reaper, ServerGuard, connect
 from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import owned
 from hiddenq.pipeline import Pipeline, RunSettings
@@ -87,9 +87,14 @@ def _take(
         client = server.connect()
         command = _joining(server.url, f"HIDDENQ_REDIS_PASSWORD_FILE={server.password_file} ")
     stack.callback(client.close)
-    check_owner = stack.enter_context(owned(client, store, settings=settings.delivery, command=command))
+    try:
+        check_owner = stack.enter_context(owned(client, store, settings=settings.delivery, command=command))
+    except RunMismatch:
+        if guard and LocationLock.is_held(client, store.uri):
+            guard.stops_server = False  # whoever started it, it is the owner's by now
+        raise
     if guard:
-        guard.stops_server = True  # refused before, a server that was left running is the owner's, and goes on
+        guard.stops_server = True
     return client, check_owner
 
 

@@ -88,7 +88,12 @@ def mark_finished(client: redis.Redis, run: str) -> None:
 
 
 def cancel(client: redis.Redis, run: str) -> int:
-    """Take no more batches of a run; what is started or waits for its upload goes on. Returns jobs removed."""
+    """Take no more batches of a run; what is started or waits for its upload goes on. Returns jobs removed.
+
+    Raises:
+        UsageError: Redis knows no such run.
+    """
+    load_run(client, run)
     with away_errors():
         return int(Scripts(client).run("cancel", run=run, queue=names.extract_queue(run)))
 

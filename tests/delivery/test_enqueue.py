@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hiddenq.contracts.errors import NonFiniteStates
+from hiddenq.contracts.errors import NonFiniteStates, UsageError
 from hiddenq.delivery import EnqueueReport, Ledger, cancel, enqueue, restore_uploads, run_state, save_run
 from tests.delivery.conftest import OTHER_SPOOL, Bench, batch, entry, record, shard
 from tests.support.redis_proxy import RedisProxy
@@ -141,3 +141,10 @@ def test_a_batch_whose_job_someone_deleted_is_queued_again(bench: Bench, gone: s
     job = f"run-000000-{claim.execution}" if gone == "upload" else "run-000000"
     bench.client.delete(f"rq:job:{job}")
     assert enqueue(bench.client, made, [batch(0)]).num_enqueued == 1
+
+
+def test_a_run_that_redis_does_not_know_is_not_cancelled_in_silence(bench: Bench) -> None:
+    bench.enqueue(1)
+    with pytest.raises(UsageError, match="--run runn: Redis knows no such run; it knows run"):
+        cancel(bench.client, "runn")
+    assert bench.client.exists("hiddenq:run:runn") == 0

@@ -49,7 +49,11 @@ end
 local now = clock()
 
 -- RQ's timestamp format, e.g. 2026-11-29T23:31:07.250000Z; days to a date as in Howard Hinnant's civil_from_days.
+local known_iso = {}
 local function iso(time)
+  if known_iso[time] then
+    return known_iso[time]
+  end
   local seconds = math.floor(time)
   local days, rest = math.floor(seconds / 86400) + 719468, seconds % 86400
   local era = math.floor(days / 146097)
@@ -61,8 +65,9 @@ local function iso(time)
   local day = day_of_year - math.floor((153 * shifted + 2) / 5) + 1
   local month = shifted < 10 and shifted + 3 or shifted - 9
   local year = year_of_era + era * 400 + (month <= 2 and 1 or 0)
-  return string.format('%04d-%02d-%02dT%02d:%02d:%02d.%06dZ', year, month, day, math.floor(rest / 3600),
+  known_iso[time] = string.format('%04d-%02d-%02dT%02d:%02d:%02d.%06dZ', year, month, day, math.floor(rest / 3600),
     math.floor(rest % 3600 / 60), rest % 60, math.floor((time - seconds) * 1e6))
+  return known_iso[time]
 end
 
 local function precise(time)
