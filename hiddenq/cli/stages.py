@@ -33,6 +33,8 @@ from hiddenq.telemetry import configure_logging, logger
 PANEL = "One stage, as a service"
 GRACE_SECONDS = 600.0
 """As long as a container's stop grace period may be; the stages themselves end when their batch is done."""
+SAME_REQUEST_SECONDS = 1.0
+"""A second signal within this is the same request: some reach a process by its group and by its parent."""
 
 Run = Annotated[str | None, typer.Option(help="Serve this run; by default the only live one there is.")]
 AnyRun = Annotated[bool, typer.Option("--any-run", help="Serve whichever run has work for the model held.")]
@@ -215,8 +217,14 @@ def _supervise(queue: QueueOptions, specs: list[ProcessSpec]) -> int:
         os.environ[state.REDIS_VARIABLE] = queue.redis_url
     connect().close()  # refused here, in one line, rather than by each child
 
+    asked: float | None = None
+
     def stop(_number: int, _frame: Any) -> None:
-        raise _Stop
+        nonlocal asked
+        now = time.monotonic()
+        if asked is None or now - asked >= SAME_REQUEST_SECONDS:
+            asked = asked or now
+            raise _Stop
 
     supervisor = Supervisor(specs)
     signal.signal(signal.SIGTERM, stop)

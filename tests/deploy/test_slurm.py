@@ -24,12 +24,13 @@ wait $!
 HIDDENQ = """#!/bin/bash
 say() { echo "$*" >>"$STAND_INS/log"; }
 say "$* at $HIDDENQ_REDIS_URL port ${HIDDENQ_METRICS_PORT:-none}"
+echo $$ >>"$STAND_INS/pids"
 mkdir -p "$HIDDENQ_SPOOL"
 case $1 in
 doctor) exit "${DOCTOR_STATUS:-0}" ;;
 worker)
-    # Its last batch takes a while after it was asked to stop; a second signal would cut it short.
-    trap 'say "worker asked"; trap "say cut short; exit 1" TERM; for _ in 1 2 3 4 5; do sleep 0.1; done
+    # Its last batch takes a while after it was asked to stop.
+    trap 'trap "" TERM; say "worker asked"; for _ in 1 2 3 4 5; do sleep 0.1; done
         touch "$HIDDENQ_SPOOL/000001-0123abcd.safetensors"; say "worker ends"; exit "${WORKER_STATUS:-0}"' TERM
     touch "$STAND_INS/ready"
     while :; do sleep 0.05; done ;;
@@ -67,21 +68,29 @@ def log(folder: Path) -> list[str]:
     return (folder / "log").read_text().splitlines()
 
 
+def end(folder: Path, job: subprocess.Popen[bytes], *pids: int) -> int:
+    """Ask a job's processes to stop, as Slurm does; its exit status."""
+    task = int((folder / "task").read_text())
+    try:
+        for _ in range(2):  # it asks the whole group, and asks again at the limit
+            os.killpg(task, signal.SIGTERM)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(0.1)
+        return job.wait(20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_at_the_time_limit_the_worker_ends_its_batch_and_the_uploader_what_is_in_the_spool(
     tmp_path: Path, status: int
 ) -> None:
     job = start(tmp_path, WORKER_STATUS=str(status))
     wait_until(lambda: (tmp_path / "ready").exists(), what="the worker runs")
-    task = int((tmp_path / "task").read_text())
-    for _ in range(2):  # Slurm asks the whole group, and asks again at the limit
-        os.killpg(task, signal.SIGTERM)
-        time.sleep(0.1)
-    try:
-        assert job.wait(20) == status
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(task, signal.SIGKILL)
+    assert end(tmp_path, job) == status
     lines = log(tmp_path)
     assert lines[0] == "doctor at redis://worker@10.8.0.1:6379/0 port none"
     assert sorted(lines[1:3]) == [
@@ -89,6 +98,21 @@ def test_at_the_time_limit_the_worker_ends_its_batch_and_the_uploader_what_is_in
         "worker --devices cuda at redis://worker@10.8.0.1:6379/0 port 9400",
     ]
     assert lines[3:] == ["worker asked", "worker ends", "uploaded", "uploader ends"]
+
+
+def test_an_uploader_that_slurm_ended_too_early_is_started_again_for_what_is_left(tmp_path: Path) -> None:
+    job = start(tmp_path)
+    wait_until(lambda: (tmp_path / "ready").exists(), what="the worker runs")
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()][1:]
+    assert end(tmp_path, job, *pids) == 0
+    lines = log(tmp_path)
+    assert sorted(lines[3:5]) == ["uploader ends", "worker asked"]
+    assert lines[5:] == [
+        "worker ends",
+        "upload at redis://uploader@10.8.0.1:6379/0 port 9440",
+        "uploaded",
+        "uploader ends",
+    ]
 
 
 def test_a_node_that_can_not_work_starts_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hiddenq.cli import stages
+from hiddenq.cli.groups import QueueOptions
 from hiddenq.supervisor import ProcessSpec, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_seconds=0.01, max_delay_seconds=0.05, max_quick_deaths=3)
@@ -108,7 +111,9 @@ def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     parent_code = f"""
         import sys, time
         sys.path.insert(0, {str(Path.cwd())!r})
-        from hiddenq.supervisor import ProcessSpec, Supervisor
+        from hiddenq.cli import stages
+from hiddenq.cli.groups import QueueOptions
+from hiddenq.supervisor import ProcessSpec, Supervisor
         child = "import time; from hiddenq.supervisor import die_with_parent as ask; ask(); "
         child += "print('up', flush=True); time.sleep(60)"
         supervisor = Supervisor([ProcessSpec(name="child", command=(sys.executable, "-c", child))])
@@ -128,3 +133,30 @@ def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     while is_running(child):
         assert time.monotonic() < deadline, "the child outlived its supervisor"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("window_seconds", "graces"), [(60.0, [600.0]), (0.0, [600.0, 10.0])])
+def test_two_signals_in_one_moment_are_one_request_and_a_later_one_is_another(
+    monkeypatch: pytest.MonkeyPatch, window_seconds: float, graces: list[float]
+) -> None:
+    asked: list[float] = []
+
+    class Signalled(Supervisor):
+        def start(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def stop(self, grace_seconds: float) -> None:
+            asked.append(grace_seconds)
+            if len(asked) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("hiddenq.delivery.connect", io.BytesIO)
+    monkeypatch.setattr(stages, "Supervisor", Signalled)
+    monkeypatch.setattr(stages, "SAME_REQUEST_SECONDS", window_seconds)
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert stages._supervise(QueueOptions(), [spec("pass")]) == 0
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    assert asked == graces
