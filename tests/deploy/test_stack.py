@@ -98,6 +98,16 @@ def test_images_say_what_they_are_and_run_as_somebody(images: None) -> None:
         assert re.fullmatch(r"1000[1-4]:10000", image["Config"]["User"])
 
 
+def test_what_an_image_holds_is_listed_on_demand(images: None, tmp_path: Path) -> None:
+    options = ("--quiet", "--network=host", "-f", "Dockerfile", "--build-arg", "ROLE=monitor", "--output", tmp_path)
+    docker("build", *options, "--target", "sbom", ROOT)
+    listed = json.loads((tmp_path / "sbom.json").read_text())
+    assert listed["bomFormat"] == "CycloneDX"
+    names = {component["name"] for component in listed["components"]}
+    assert {"redis", "prometheus_client", "pydantic"} <= {name.replace("-", "_") for name in names}
+    assert "torch" not in names
+
+
 def test_a_service_that_can_not_work_says_why_and_what_to_do_and_does_not_start(images: None) -> None:
     ended = subprocess.run(
         ["docker", "run", "--rm", "--network=none", "-e", "HIDDENQ_REDIS_URL=redis://127.0.0.1:1/0",
