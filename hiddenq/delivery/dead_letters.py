@@ -31,12 +31,14 @@ def dead_letters(client: redis.Redis, run: str, *, limit: int | None = None) -> 
 
     Messages that nobody could read are counted by `fleet`, not listed.
     """
-    return list(itertools.islice(each_dead_letter(client, run), limit))
+    return list(itertools.islice(each_dead_letter(client, run, at_once=min(limit or CHUNK, CHUNK)), limit))
 
 
-def each_dead_letter(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> Iterator[DeadLetter]:
+def each_dead_letter(
+    client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None, *, at_once: int = CHUNK
+) -> Iterator[DeadLetter]:
     """The same one by one (or those of some batches): a hundred thousand of them are never in memory together."""
-    for chunk in _chunks(_dead_jobs(client, run, batch_ids)):
+    for chunk in _chunks(_dead_jobs(client, run, batch_ids), at_once):
         pipeline: Any = client.pipeline(transaction=False)
         for job_id in chunk:
             pipeline.hgetall(f"rq:job:{job_id}")
@@ -95,9 +97,9 @@ def _dead_jobs(client: redis.Redis, run: str, batch_ids: Sequence[str] | None) -
     return [job_id for job_id in found if job_id in wanted or job_id.rpartition("-")[0] in wanted]
 
 
-def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(job_ids), CHUNK):
-        yield list(job_ids[start : start + CHUNK])
+def _chunks(job_ids: Sequence[str], size: int = CHUNK) -> Iterator[list[str]]:
+    for start in range(0, len(job_ids), size):
+        yield list(job_ids[start : start + size])
 
 
 def _key(run: str) -> str:

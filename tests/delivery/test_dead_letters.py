@@ -14,7 +14,17 @@ from hiddenq.contracts.errors import (
     StoreRefused,
     TransientError,
 )
-from hiddenq.delivery import Ledger, dead_letters, drop_dead, enqueue, retry_dead
+from hiddenq.delivery import (
+    Ledger,
+    dead_batches,
+    dead_letters,
+    drop_dead,
+    each_dead_letter,
+    enqueue,
+    num_dead,
+    retry_dead,
+)
+from hiddenq.delivery.dead_letters import CHUNK
 from tests.delivery.conftest import FAST, Bench, batch, entry, record, shard
 from tests.support.waiting import wait_until
 
@@ -130,3 +140,23 @@ def test_rqs_own_requeue_of_a_dead_letter_works(bench: Bench) -> None:
     assert dead_letters(bench.client, "run") == []
     assert [claim.message.batch_id for claim in worker.claim(2)] == ["000000"]
     assert bench.client.zcard("hiddenq:run:run:dead") == 0
+
+
+def test_many_dead_letters_are_counted_at_once_and_read_piece_by_piece(bench: Bench) -> None:
+    num = CHUNK + 100
+    bench.enqueue(num)
+    worker = bench.gpu_worker()
+    while claims := worker.claim(100):
+        for claim in claims:
+            worker.fail(claim, NonFiniteStates("x"))
+    assert num_dead(bench.client, "run") == num
+    bench.client.config_resetstat()
+    first = dead_letters(bench.client, "run", limit=3)
+    assert [letter.batch.batch_id for letter in first] == ["000000", "000001", "000002"]
+    assert bench.client.info("commandstats")["cmdstat_xrange"]["calls"] == 3, "not all were read"
+    assert dead_batches(bench.client, "run") == {batch(number).batch_id for number in range(num)}
+    assert dead_batches(bench.client, "run", queue="another") == set()
+    [letter] = each_dead_letter(bench.client, "run", ["000500"])
+    assert letter.batch.batch_id == "000500"
+    assert retry_dead(bench.client, "run", ["000500", "000501"]) == 2
+    assert drop_dead(bench.client, "run") == num - 2
