@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from hiddenq import cli
 from tests.support.command import make_command
 from tests.support.options import options
 
@@ -67,6 +69,40 @@ def test_a_wrong_command_line_is_one_line_and_status_2(tmp_path: Path, arguments
     assert ended.status == 2, str(ended)
     assert text in ended.err
     assert len(ended.err.splitlines()) == 1, ended.err
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "status", "text"),
+    [
+        ("run", FileNotFoundError(errno.ENOENT, "No such file", "/data/x"), 2, "hiddenq: /data/x: No such file; is it"),
+        ("run", PermissionError(errno.EACCES, "Permission denied", "/data/x"), 2, "/data/x: Permission denied"),
+        ("run", OSError(errno.ENOSPC, "No space left on device"), 2, "a disk: No space left on device"),
+        ("worker-process", OSError(errno.ENOSPC, "No space left on device"), 1, "a disk: No space left"),
+        (
+            "worker-process",
+            PermissionError(errno.EACCES, "Permission denied", "/spool"),
+            2,
+            "/spool: Permission denied",
+        ),
+        ("run", OSError(errno.EBADF, "Bad file descriptor"), 3, "a fault of ours"),
+    ],
+)
+def test_a_file_or_a_disk_is_the_users_to_mend_and_one_that_may_come_back_is_tried_again_under_a_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    error: OSError,
+    status: int,
+    text: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert cli.exit_status([command]) == status
+    told = capsys.readouterr().err
+    assert text in told
+    assert status == 3 or len(told.splitlines()) == 1
 
 
 def test_no_arguments_show_the_help(tmp_path: Path) -> None:
