@@ -1,8 +1,9 @@
 """Encoding in parallel: blocks in, encoded blocks out, in the same order.
 
 Invariant: the result is that of one process encoding block after block, because blocks are dealt out in turn and
-collected in the same turn; and memory is bounded, because a process has two blocks at most. Nothing can wait for ever:
-each process has a pipe of its own, always reads it, and dies with it; and the death of one is heard at its pipe.
+collected in the same turn; and memory is bounded, because a process has four blocks at most. Nothing can wait for
+ever: each process has a pipe of its own, always reads it, and dies with it; and the death of one is heard at its pipe.
+A process goes on with its next block while a result waits for its turn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from producer.blocks import Block
 from producer.encoder import Encoder, EncoderSettings
 from producer.samples import EncodedBlock
 
-_BLOCKS_PER_PROCESS = 2
+_BLOCKS_PER_PROCESS = 4
 _END_SECONDS = 5.0
 
 
@@ -95,7 +96,9 @@ class _Worker:
 def _work(pipe: Connection, settings: EncoderSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and closes the pipe
     blocks: queue.SimpleQueue[Block] = queue.SimpleQueue()
+    results: queue.SimpleQueue[EncodedBlock | Exception] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, blocks), daemon=True).start()
+    threading.Thread(target=_answer, args=(pipe, results), daemon=True).start()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the parent has said it once
     if settings.tokenizer is None or not settings.tokenizer.trust_remote_code:
         block_torch()
@@ -104,12 +107,11 @@ def _work(pipe: Connection, settings: EncoderSettings) -> None:
     while True:
         block = blocks.get()
         try:
-            result: EncodedBlock | Exception = encoder.encode(block)
+            results.put(encoder.encode(block))
         except Exception as error:
             last_row = block.first_row + block.num_rows - 1
             error.add_note(f"in rows {block.first_row} to {last_row}:\n{traceback.format_exc()}")
-            result = error
-        pipe.send(result)
+            results.put(error)
 
 
 def _listen(pipe: Connection, blocks: queue.SimpleQueue[Block]) -> None:
@@ -119,3 +121,12 @@ def _listen(pipe: Connection, blocks: queue.SimpleQueue[Block]) -> None:
             blocks.put(pipe.recv())
     except (EOFError, OSError):
         os._exit(0)
+
+
+def _answer(pipe: Connection, results: queue.SimpleQueue[EncodedBlock | Exception]) -> None:
+    """Send what is done as the parent comes to read it."""
+    try:
+        while True:
+            pipe.send(results.get())
+    except Exception:  # the parent has gone, or will hear that this process has
+        os._exit(1)
