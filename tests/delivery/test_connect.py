@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
 from hiddenq.delivery import connect
 from hiddenq.delivery import connection as connection_module
 from tests.support.redis_server import RedisServer, free_port
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -114,3 +116,34 @@ def test_a_server_that_comes_up_late_is_waited_for(own_redis_server: RedisServer
     own_redis_server.kill()
     threading.Timer(0.4, own_redis_server.start).start()
     connect(own_redis_server.url, wait_seconds=20).close()
+
+
+def test_a_server_that_is_loading_is_waited_for(own_redis_server: RedisServer) -> None:
+    with own_redis_server.client() as client, client.pipeline() as pipeline:
+        for number in range(1200):
+            pipeline.set(f"key{number}", "x")
+        pipeline.execute()
+        client.bgrewriteaof()
+        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+    own_redis_server.kill()
+    with own_redis_server.config.open("a") as config:
+        config.write("key-load-delay 1000\nloading-process-events-interval-bytes 1024\n")
+    starting = threading.Thread(target=own_redis_server.start)
+    starting.start()
+    with own_redis_server.client() as client:
+        wait_until(lambda: is_loading(client), what="it says that it is loading")
+        with pytest.raises(RedisAway, match="loading"):
+            connect(own_redis_server.url, wait_seconds=0)
+        connect(own_redis_server.url, wait_seconds=60).close()
+        assert client.get("key1199") == b"x"
+    starting.join()
+
+
+def is_loading(client: redis.Redis) -> bool:
+    try:
+        client.ping()
+    except redis.BusyLoadingError:
+        return True
+    except redis.ConnectionError:
+        pass
+    return False

@@ -61,8 +61,8 @@ class RedisServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = port or free_port()
         self.password = password
-        self._config = folder / "redis.conf"
-        self._config.write_text(
+        self.config = folder / "redis.conf"
+        self.config.write_text(
             server_config(port=self.port, folder=folder, password=password or '""', **{"appendfsync": "no", **settings})
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,7 +93,7 @@ class RedisServer:
         """Start the server and wait until it answers."""
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(find_server_program()), str(self._config)],
+                [str(find_server_program()), str(self.config)],
                 stdout=log,
                 stderr=log,
                 env=self._environment,

@@ -1,0 +1,65 @@
+"""`hiddenq failed`: what a person sees of dead letters, and can do about them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hiddenq.cli import exit_status, inspect
+from hiddenq.contracts.errors import NonFiniteStates
+from hiddenq.delivery import num_dead
+from tests.delivery.conftest import Bench
+
+assert inspect.failed, "its commands are registered"
+
+
+@pytest.fixture
+def failed(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """`hiddenq failed …` on a run with three dead letters; returns the exit status and what it printed."""
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", bench.server.password)
+    monkeypatch.setenv("COLUMNS", "160")
+    bench.enqueue(4)
+    worker = bench.gpu_worker()
+    for claim in worker.claim(3):
+        worker.fail(claim, NonFiniteStates(f"NaN in layer 7 [of {claim.message.batch_id}]"), device="cuda:3")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = exit_status(["failed", *arguments, "--redis-url", bench.server.bare_url])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+def test_list_names_each_with_its_reason_and_says_how_many_more_there_are(failed) -> None:  # type: ignore[no-untyped-def]
+    status, said = failed("list")
+    assert status == 0
+    assert [line.split()[0] for line in said.splitlines()] == ["batch", "000000", "000001", "000002"]
+    assert "NaN in layer 7 [of 000001]" in said
+    status, said = failed("list", "--limit", "1")
+    assert [line.split()[0] for line in said.splitlines()] == ["batch", "000000", "and"]
+    assert "and 2 more: --limit 0 shows all" in said
+    letters = json.loads(failed("list", "--json")[1])
+    assert [letter["batch"]["batch_id"] for letter in letters] == ["000000", "000001", "000002"]
+
+
+def test_show_tells_every_attempts_story(failed) -> None:  # type: ignore[no-untyped-def]
+    status, said = failed("show", "000002")
+    assert status == 0
+    for part in ("attempt 1, 20", "cuda:3", "NonFiniteStates: NaN in layer 7 [of 000002]"):
+        assert part in said
+    assert failed("show", "000003") == (
+        2,
+        "hiddenq: 000003: no dead letter of that batch; `hiddenq failed list` has them\n",
+    )
+
+
+def test_retry_queues_again_and_drop_forgets(failed, bench: Bench) -> None:  # type: ignore[no-untyped-def]
+    assert failed("retry", "000001") == (0, "1 batches queued again\n")
+    assert bench.status("run-000001") == "queued"
+    assert failed("drop") == (0, "2 dead letters dropped\n")
+    assert num_dead(bench.client, "run") == 0
+    assert failed("list") == (0, "no dead letters\n")
+    assert failed("list", "--json") == (0, "[]\n")
