@@ -34,6 +34,9 @@ from hiddenq.telemetry import configure_logging, logger
 from producer import prepare
 from uploader import rebuild_ledger
 
+OUTAGE_SECONDS = 600.0
+"""So long a store that was there at the start may be away before the producer's work is given up."""
+
 if TYPE_CHECKING:
     from producer import ProducerSettings
     from producer.job import Progress
@@ -61,6 +64,7 @@ def produce(
         UserError: model, dataset, location or settings are not as they must be.
     """
     store.probe()
+    store = store.patient(OUTAGE_SECONDS)
     plan = prepare(settings, store, progress)
     record = RunRecord(
         config=plan.config,

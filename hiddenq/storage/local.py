@@ -48,6 +48,9 @@ class LocalStore:
         self.uri = str(self.folder)
         self._limit = limit or BandwidthLimit(None)
 
+    def patient(self, seconds: float) -> LocalStore:
+        return self
+
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         target = self._path(key)
         with self._errors(key), opened(path) as source:

@@ -42,7 +42,14 @@ class S3Store:
     """Objects under one prefix of one bucket."""
 
     def __init__(
-        self, bucket: str, prefix: str, settings: StoreSettings, *, observer: StoreObserver, limit: BandwidthLimit
+        self,
+        bucket: str,
+        prefix: str,
+        settings: StoreSettings,
+        *,
+        observer: StoreObserver,
+        limit: BandwidthLimit,
+        patience_seconds: float = 0.0,
     ) -> None:
         self.uri = f"s3://{bucket}/{prefix}"
         self._bucket = bucket
@@ -50,7 +57,7 @@ class S3Store:
         self._settings = settings
         self._observer = observer
         self._limit = limit
-        self._connection = S3Connection(settings, observer)
+        self._connection = S3Connection(settings, observer, patience_seconds)
         self._abilities: S3Abilities | None = None
         self._probing = threading.Lock()
         payer = {"RequestPayer": "requester"} if settings.request_payer else {}
@@ -61,6 +68,14 @@ class S3Store:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process makes its own client."""
         return _reopen, (self._bucket, self._prefix.rstrip("/"), self._settings)
+
+    def patient(self, seconds: float) -> S3Store:
+        bucket, prefix = self._bucket, self._prefix.rstrip("/")
+        other = S3Store(
+            bucket, prefix, self._settings, observer=self._observer, limit=self._limit, patience_seconds=seconds
+        )
+        other._abilities = self._can()  # a probe provokes errors, and must not wait for them to pass
+        return other
 
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         with opened(path) as source:

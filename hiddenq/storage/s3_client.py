@@ -7,6 +7,7 @@ and end as `StoreAway`, after which the caller keeps its file and waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +18,15 @@ from urllib.parse import urlsplit
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_all,
+    wait_random_exponential,
+)
 
 from hiddenq.contracts.errors import HiddenqError, StoreAway
 from hiddenq.storage.s3_errors import EXPIRED, code_of, refusal_code, translate
@@ -38,8 +47,9 @@ MAX_WAIT_SECONDS = 5.0
 class S3Connection:
     """A lazily made client for one set of settings."""
 
-    def __init__(self, settings: StoreSettings, observer: StoreObserver) -> None:
+    def __init__(self, settings: StoreSettings, observer: StoreObserver, patience_seconds: float = 0.0) -> None:
         self._settings = settings
+        self._patience_seconds = patience_seconds
         self._observer = observer
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -65,7 +75,7 @@ class S3Connection:
         """The answer to a request that may be repeated without harm; errors are ours."""
         retrying = Retrying(
             retry=retry_if_exception(_may_pass_soon),
-            stop=stop_after_attempt(num_attempts),
+            stop=stop_all(stop_after_attempt(num_attempts), stop_after_delay(self._patience_seconds)),
             wait=wait_random_exponential(multiplier=WAIT_SECONDS, max=MAX_WAIT_SECONDS),
             before_sleep=self._count,
             reraise=True,
@@ -85,6 +95,8 @@ class S3Connection:
     def _count(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         cause = error.__cause__ if error else None
+        if self._patience_seconds and state.attempt_number == NUM_ATTEMPTS:
+            logging.getLogger(__name__).warning("%s; asked again for %g s", error, self._patience_seconds)
         self._observer.retried(code_of(cause) if isinstance(cause, ClientError) else type(cause or error).__name__)
 
     def _client(self) -> S3Client:

@@ -55,6 +55,10 @@ class ObjectStore(Protocol):
     uri: str
     """Canonical and absolute."""
 
+    def patient(self, seconds: float) -> ObjectStore:
+        """The same location, for work that is lost if it stops: a store that is away is asked again for so long."""
+        ...
+
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         """Store a file and confirm that the store holds exactly those bytes.
 

@@ -124,6 +124,16 @@ def test_a_store_that_stays_away_is_said_to_be_away_and_the_file_is_kept(
     put(store, tmp_path, MULTIPLE)
 
 
+def test_a_patient_store_outlasts_more_failures_than_others_do_and_says_what_it_waits_for(
+    store: ObjectStore, faulty_proxy: FaultyProxy, notes: Notes, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty_proxy.plan(Answer(503, "SlowDown"), times=8, when=puts)
+    store.patient(600).put_bytes("note", b"kept")
+    assert notes.retries == {"SlowDown": 8}
+    assert "slow down (SlowDown); asked again for 600 s" in caplog.text
+    assert store.get_bytes("note") == b"kept"
+
+
 @pytest.mark.parametrize("num_bytes", [SINGLE, MULTIPLE])
 def test_a_connection_reset_in_the_middle_is_sent_again(
     store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path, num_bytes: int

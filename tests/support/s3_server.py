@@ -66,6 +66,15 @@ class S3Server:
         """A plain boto3 client with the right keys."""
         return _client(self.endpoint_url)
 
+    def restart(self, *, away_seconds: float = 0.0) -> None:
+        """Kill it and start it again on its data."""
+        self.process.kill()
+        self.process.wait()
+        time.sleep(away_seconds)
+        with (self.folder / "log").open("ab") as log:
+            command: Any = self.process.args
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+
     def stop(self) -> None:
         self.process.kill()  # its data is thrown away, and a polite stop takes ten seconds
         self.process.wait()
