@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hiddenq.contracts.errors import DatasetError, RunMismatch, UsageError
+from producer import job
 from tests.producer.conftest import Produce, chat, encode_rows, make_encoder, make_model, real_encoder, split_samples
 
 STRICT_TEMPLATE = (
@@ -205,6 +207,18 @@ def test_tokens_are_not_reused_after_a_setting_changed(produce: Produce, change:
     assert produce(rows).prepared.reused
     with pytest.raises(RunMismatch, match=field):
         produce(rows, **change)
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"), [("MASK_RULE", "tokenizer.policies.mask_rule: 1 there, 99"), ("ROW_RULE", "dataset.fingerprint")]
+)
+def test_tokens_are_not_reused_after_a_rule_of_ours_changed(
+    produce: Produce, monkeypatch: pytest.MonkeyPatch, rule: str, field: str
+) -> None:
+    produce([chat("a", "b")])
+    monkeypatch.setattr(job, rule, 99)
+    with pytest.raises(RunMismatch, match=re.escape(field)):
+        produce([chat("a", "b")])
 
 
 def test_tokens_are_not_reused_after_data_template_or_tokenizer_changed(tmp_path: Path, produce: Produce) -> None:
