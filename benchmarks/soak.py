@@ -28,7 +28,6 @@ from typing import Any
 
 from benchmarks.lives import Lives, children
 from hiddenq.delivery import connect, fleet
-from hiddenq.storage import Spool
 from tests.support.command import make_command
 from tests.support.models import save_tiny_model
 from tests.support.redis_server import RedisServer
@@ -162,9 +161,10 @@ class Soak:
     def _look_for_leftovers(self, number: int) -> None:
         client = connect(self._redis.bare_url, password=self._redis.password)
         queues = [queue for queue in fleet(client).queues if queue.num_waiting + queue.num_started + queue.num_delayed]
-        spools = [Spool.open(self._folder / name).usage().num_bytes for name in ("spool-a", "spool-b")]
-        if queues or any(spools):
-            self._broken.append(f"run {number} left {queues} and {spools} bytes in the spools")
+        spools = [self._folder / name for name in ("spool-a", "spool-b")]
+        files = [str(path.relative_to(self._folder)) for spool in spools for path in spool.rglob("*.safetensors*")]
+        if queues or files:
+            self._broken.append(f"run {number} left {queues} and {files}")
         client.close()
 
     def _s3_answers(self) -> bool:
