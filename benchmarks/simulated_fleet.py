@@ -34,7 +34,7 @@ class FleetSettings:
     """What the fleet is like."""
 
     num_workers: int = 1024
-    num_threads: int = 64
+    num_threads: int = 16
     """Each plays a share of the workers on a connection of its own; workers of one thread wait for each other."""
     forward_seconds: float = 1.05
     """Mean; each batch's is drawn between half and twice of it."""
