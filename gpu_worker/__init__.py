@@ -13,7 +13,7 @@ torch itself is imported by `serve`, after the environment of its allocator and 
     selfcheck.py    one sample alone                  gpu.py          what NVML says
     report.py       what the worker says of itself    failures.py     failures in a row
     feed.py         claims, made ready                engine.py       the device's side of the pipeline
-    warmup.py       proof and tuning at start
+    warmup.py       proof and tuning at start         rotary.py       scaling that forgets earlier batches
 """
 
 from gpu_worker.settings import WorkerSettings

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpu_worker.decoder import Decoder, first_tensor
 from gpu_worker.gather import Column, Destination, WrongStates, columns_of, store_states, store_tokens
 from gpu_worker.inputs import DeviceBatch, PaddedBatch
+from gpu_worker.rotary import forgetting
 from hiddenq.contracts.errors import ModelError
 from hiddenq.contracts.shard import ShardFormat
 
@@ -41,6 +42,7 @@ class Extractor:
         wanted = list(shard_format.target_layer_ids) + ([last] if shard_format.final_hidden_state else [])
         check_layers(shard_format.target_layer_ids, decoder.num_layers)
         self._last_needed = max(wanted, default=last)
+        self._forget_lengths = forgetting(decoder.model)
         self._wanted: dict[int, list[int]] = {}
         for column, layer in enumerate(wanted):
             self._wanted.setdefault(layer, []).append(column)
@@ -94,6 +96,7 @@ class Extractor:
         if batch.mask_BS is not None:
             inputs["attention_mask"] = batch.mask_BS
         self._batch, self._stored = batch, []
+        self._forget_lengths()
         try:
             with torch.inference_mode(), stopping_early():
                 self.decoder.model(**inputs)

@@ -80,6 +80,22 @@ def test_rows_of_one_length_above_a_dynamic_limit_are_exact() -> None:
     assert _worst(dynamic(), (60, 60, 60), 64) < 1e-5
 
 
+@pytest.mark.parametrize("make", [dynamic, longrope, yarn])
+def test_a_batch_after_a_longer_one_is_exact(make: object) -> None:
+    extractor = Extractor(make(), shard_format(range(4)))  # type: ignore[operator]
+    rows = {length: token_rows([length]) for length in (40, 60, 90, 12)}
+    first = {length: extract(_fresh(make), one).states[0] for length, one in rows.items()}
+    for length in (90, 60, 40, 12):  # as a plan orders them
+        assert difference(extract(extractor, rows[length]).states[0], first[length]) < 1e-6
+    extractor.close()
+
+
+def _fresh(make: object) -> Extractor:
+    """An extractor whose model has run nothing longer than the probe."""
+    tiny_decoder.cache_clear()
+    return Extractor(make(), shard_format(range(4)))  # type: ignore[operator]
+
+
 def test_yarn_rows_on_both_sides_of_the_limit_are_exact() -> None:
     assert _worst(yarn(), (90, 12), 96) < 1e-5
 
