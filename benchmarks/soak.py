@@ -133,7 +133,7 @@ class Soak:
         folder, out = self._folder, f"s3://{BUCKET}/soak-{os.getpid()}-{number}"
         run = self._start(
             "run", "run", "--model", folder / "model", "--data", folder / "chats.jsonl", "--out", out,
-            "--target-layers", "2,8,13", "--token-budget", "512", "--max-length", "256", "--spool", folder / "spool-a",
+            "--target-layers", "2,8,13", "--token-budget", "512", "--max-length", "256",
             "--devices", "cpu", "--cpu-threads", "1", "--processes", "1", "--uploaders", "2", "--metrics-port", "0",
         )  # fmt: skip
         deadline, strike_at = time.monotonic() + RUN_LIMIT_SECONDS, 0.0
@@ -161,7 +161,7 @@ class Soak:
     def _look_for_leftovers(self, number: int) -> None:
         client = connect(self._redis.bare_url, password=self._redis.password)
         queues = [queue for queue in fleet(client).queues if queue.num_waiting + queue.num_started + queue.num_delayed]
-        spools = [self._folder / name for name in ("spool-a", "spool-b")]
+        spools = [self._folder / name for name in ("home", "spool-b")]  # the run's own lies in its user's home
         files = [str(path.relative_to(self._folder)) for spool in spools for path in spool.rglob("*.safetensors*")]
         if queues or files:
             self._broken.append(f"run {number} left {queues} and {files}")
