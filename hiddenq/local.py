@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis
 
 from hiddenq import state
-from hiddenq.contracts.errors import RunMismatch, UserError
+from hiddenq.contracts.errors import UserError
 from hiddenq.delivery import EmbeddedServer, LocationLock, Reaper, ServerGuard, connect
 from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import owned
@@ -74,28 +74,29 @@ def _take(
     Raises:
         RunMismatch: another `run` owns the location.
     """
-    guard: ServerGuard | None = None
     if url := settings.redis_url or os.environ.get(state.REDIS_VARIABLE):
         os.environ[state.REDIS_VARIABLE] = url
         client, command = connect(url), _joining(url)
     else:
-        left_running = EmbeddedServer.find(folder / "redis")
-        server = left_running or EmbeddedServer.start(folder / "redis")
-        guard = stack.enter_context(ServerGuard(server, stops_server=left_running is None))
+        stack.callback(_stop_unowned, folder / "redis", store)
+        server = EmbeddedServer.start(folder / "redis")
+        stack.enter_context(ServerGuard(server, stops_server=False))
         os.environ[state.REDIS_VARIABLE] = server.url
         os.environ[state.PASSWORD_VARIABLE] = server.password
         client = server.connect()
         command = _joining(server.url, f"HIDDENQ_REDIS_PASSWORD_FILE={server.password_file} ")
     stack.callback(client.close)
-    try:
-        check_owner = stack.enter_context(owned(client, store, settings=settings.delivery, command=command))
-    except RunMismatch:
-        if guard and LocationLock.is_held(client, store.uri):
-            guard.stops_server = False  # whoever started it, it is the owner's by now
-        raise
-    if guard:
-        guard.stops_server = True
+    check_owner = stack.enter_context(owned(client, store, settings=settings.delivery, command=command))
     return client, check_owner
+
+
+def _stop_unowned(data_folder: Path, store: ObjectStore) -> None:
+    """Stop the embedded server, whoever started it, unless another `run` holds the location by now."""
+    if server := EmbeddedServer.find(data_folder):
+        with contextlib.closing(server.connect()) as client:
+            is_owned = LocationLock.is_held(client, store.uri)
+        if not is_owned:
+            server.stop()
 
 
 def _joining(url: str, password: str = "") -> str:

@@ -95,9 +95,15 @@ class EmbeddedServer:
                     pass_fds=(lifeline,),
                 )
             server = cls(data_dir, port, process.pid, password)
-            server._await_start(process)
             _children[process.pid] = process
             _write_private(data_dir / "server.json", json.dumps({"port": port, **whereabouts(process.pid)}))
+            try:
+                server._await_start(process)
+            except BaseException:  # interrupted, perhaps: nobody would know of a server that comes up later
+                process.kill()
+                process.wait()
+                (data_dir / "server.json").unlink(missing_ok=True)
+                raise
             return server
 
     @classmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hiddenq.delivery import EmbeddedServer
 from tests.local.conftest import ALONE, chats, write_rows
 from tests.local.test_run import assert_complete
 from tests.support.command import Command, processes_with
@@ -103,6 +104,7 @@ def test_a_run_interrupted_before_anything_was_done_ends_in_one_line(
     assert status == 128 + signum
     assert errors.splitlines() == ["interrupted; the same command goes on from here"]
     assert processes_with(str(out)) == []
+    assert EmbeddedServer.find(out / ".hiddenq" / "redis") is None
 
 
 def test_a_second_run_on_the_same_location_is_refused_naming_the_owner(
