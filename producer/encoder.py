@@ -131,20 +131,20 @@ class Encoder:
         return with_special_tokens(text, self.chat.special_tokens, policy, repairs)
 
     def _tokenize(self, pending: list[_Text]) -> Iterator[Any]:
-        """An encoding for each, in order."""
-        if not pending:
-            return iter(())
-        assert self.chat is not None
+        """An encoding for each, in order; those with special tokens and those without are tokenised apart."""
         longest = self._settings.max_length * _CHARS_PER_TOKEN * 2
-        short = [item for item in pending if len(item.text) <= longest]
-        encodings = iter(
-            self.chat.encode(
-                [item.text for item in short],
-                add_special_tokens=pending[0].add_special_tokens,
-                with_offsets=self.chat.byte_lengths is None or pending[0].add_special_tokens,
-            )
+        encodings: dict[bool, Iterator[Any]] = {}
+        for special in (False, True):
+            texts = [item.text for item in pending if item.add_special_tokens == special and len(item.text) <= longest]
+            if texts:
+                assert self.chat is not None
+                with_offsets = special or self.chat.byte_lengths is None
+                encoded = self.chat.encode(texts, add_special_tokens=special, with_offsets=with_offsets)
+                encodings[special] = iter(encoded)
+        return (
+            next(encodings[item.add_special_tokens]) if len(item.text) <= longest else self._tokenize_long(item)
+            for item in pending
         )
-        return (next(encodings) if len(item.text) <= longest else self._tokenize_long(item) for item in pending)
 
     def _tokenize_long(self, item: _Text) -> Any:
         """An encoding of as much of a huge text as shows its first `max_length` tokens, and that it has more."""

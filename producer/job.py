@@ -218,8 +218,7 @@ class Job:
                     refused.append(value if is_refused else RowRejected("not_an_object", f"{type(value).__name__}"))
 
     def _tokenizer_identity(self, source: TokenizerSource | None) -> TokenizerIdentity:
-        chat, settings = self._encoder.chat, self.settings
-        is_chat = chat is not None and self.row_schema in ("messages", "conversations")
+        settings = self.settings
         policies = {
             "mask_rule": MASK_RULE,
             "special_tokens": settings.special_tokens,
@@ -227,9 +226,19 @@ class Job:
         }
         return TokenizerIdentity(
             digest=source.digest() if source is not None else "",
-            chat_template_digest=hashlib.blake2b(chat.template.text.encode(), digest_size=16).hexdigest()
-            if chat is not None and is_chat
-            else "",
+            chat_template_digest=self._template_digest(),
             template_arguments=settings.template_arguments,
             policies=policies,
         )
+
+    def _template_digest(self) -> str:
+        """Of the chat template that rows may be rendered by; empty if there is none."""
+        chat = self._encoder.chat
+        if chat is None or self.row_schema == "text":
+            return ""
+        try:
+            return hashlib.blake2b(chat.template.text.encode(), digest_size=16).hexdigest()
+        except UsageError:
+            if self.row_schema == "prompt_completion":  # whose rows may all be text
+                return ""
+            raise

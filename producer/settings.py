@@ -79,8 +79,13 @@ class ProducerSettings(Frozen):
                 f"--max-length {self.max_length}: one such sample would not fit --token-budget {self.token_budget}; "
                 "raise the budget or lower the length"
             )
-        if self.row_schema in ("text", "input_ids", "prompt_completion") and self.template_arguments:
-            raise UsageError(f"--row-schema {self.row_schema}: template arguments have no effect on such rows")
+        if self.row_schema in ("text", "input_ids"):
+            for option, given in (
+                ("chat-template", self.chat_template),
+                ("template-arguments", self.template_arguments),
+            ):
+                if given:
+                    raise UsageError(f"--{option}: has no effect on rows of {self.row_schema}; leave it out")
         return self
 
     @property

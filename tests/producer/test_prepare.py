@@ -197,8 +197,10 @@ def test_what_cannot_be_is_one_line_at_once(
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="--max-length 5000: one such sample would not fit --token-budget 4096"):
         ProducerSettings(model="m", data=("d",), max_length=5000, token_budget=4096)
-    with pytest.raises(UsageError, match="template arguments have no effect on such rows"):
+    with pytest.raises(UsageError, match="--template-arguments: has no effect on rows of text; leave it out"):
         ProducerSettings(model="m", data=("d",), row_schema="text", template_arguments={"enable_thinking": True})
+    with pytest.raises(UsageError, match="--chat-template: has no effect on rows of input_ids; leave it out"):
+        ProducerSettings(model="m", data=("d",), row_schema="input_ids", chat_template=Path("template.jinja"))
     with pytest.raises(UsageError, match="--data: name at least one file"):
         ProducerSettings(model="m", data=())
 

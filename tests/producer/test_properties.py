@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from hiddenq.storage import ObjectStore, open_store
 from producer import ProducerSettings, prepare
 from producer.encoder import Encoder
-from tests.producer.conftest import Produce, chat, encode_rows, make_encoder, split_samples, write_lines
+from tests.producer.conftest import Produce, chat, encode_rows, make_encoder, make_model, split_samples, write_lines
 
 TEXT = st.text(st.characters(codec=None), max_size=30)
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
@@ -76,6 +78,21 @@ def test_a_row_does_not_depend_on_its_neighbours(encoders: dict[str, Encoder], t
         alone = split_samples(encode_rows(encoders["messages"], [row]))
         assert together.get(number) == alone.get(0)
     assert together.get(len(rows) + 2) == together.get(0)
+
+
+def test_a_prompt_of_text_and_one_of_turns_do_not_depend_on_each_other(tmp_path: Path) -> None:
+    """Text gets the tokenizer's special tokens, turns get those of their template."""
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"))
+    start = (tokenizer.pad_token, tokenizer.pad_token_id)  # which the template never writes
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
+    tokenizer.save_pretrained(tmp_path / "model")
+    encoder = make_encoder(tmp_path / "model", row_schema="prompt_completion")
+    turns = {"prompt": chat("2+2=")["messages"], "completion": [{"role": "assistant", "content": "4"}]}
+    rows: list[dict[str, Any]] = [{"prompt": "2+2=", "completion": "4"}, turns]
+    alone = [split_samples(encode_rows(encoder, [row]))[0] for row in rows]
+    assert [ids[0] == start[1] for ids, _ in alone] == [True, False]
+    assert split_samples(encode_rows(encoder, rows)) == dict(enumerate(alone))
+    assert split_samples(encode_rows(encoder, rows[::-1])) == dict(enumerate(alone[::-1]))
 
 
 @QUICK
