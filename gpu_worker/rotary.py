@@ -1,7 +1,7 @@
 """Rotary scaling that remembers: made to forget before each forward pass.
 
-Invariant: a batch's states do not depend on which batch ran before it. Transformers' dynamic scaling keeps the factors of
-the longest rows so far and uses them for shorter ones, too; here it starts each pass as a model that was just loaded.
+Invariant: a batch's states do not depend on which batch ran before it. Transformers' dynamic scaling keeps the factors
+of the longest rows so far and uses them for shorter ones, too; here each pass starts as with a model just loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def forgetting(model: nn.Module) -> Callable[[], None]:
-    """What makes a model's rotary embeddings forget the lengths they saw; does nothing for a model whose don't remember."""
+    """What makes a model's rotary embeddings forget the lengths they saw; does nothing where none remembers."""
     remembering = [(module, prefix) for module in model.modules() for prefix in _prefixes(module)]
 
     def forget() -> None:
@@ -27,7 +27,7 @@ def forgetting(model: nn.Module) -> Callable[[], None]:
 
 
 def _prefixes(module: Any) -> list[str]:
-    """Prefixes of the buffers that dynamic scaling changes: one a kind of layers where those have factors of their own."""
+    """Prefixes of the buffers that dynamic scaling changes: one for each kind of layers with factors of its own."""
     kind = getattr(module, "rope_type", None)
     if isinstance(kind, dict):
         return [f"{layers}_" for layers, name in kind.items() if "dynamic" in str(name)]
