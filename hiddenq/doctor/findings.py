@@ -41,6 +41,11 @@ def error(what: str, why: str, remedy: str) -> Finding:
     return Finding(level="error", what=what, why=why, remedy=remedy)
 
 
+def gib(num_bytes: float) -> str:
+    """`9.5 GiB`."""
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
 def render(findings: Sequence[Finding]) -> str:
     """Findings for people: errors first, each with its reason and remedy; what is well as one line each."""
     order = {"error": 0, "warning": 1, "ok": 2}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiddenq.doctor.driver import Surroundings, check_versions, hand_gpus_in, no_driver, text_of
-from hiddenq.doctor.findings import Finding, error, ok, warning
+from hiddenq.doctor.findings import Finding, error, gib, ok, warning
 
 MIN_FREE_SHARE = 0.9
 """A GPU with less free memory is in use by somebody else."""
@@ -72,14 +72,14 @@ def _check_gpu(nvml: Any, index: int) -> tuple[list[Finding], GpuMemory | None]:
     if memory.free < MIN_FREE_SHARE * memory.total:
         findings.append(
             warning(
-                f"{name}: {_gib(memory.total - memory.free)} of {_gib(memory.total)} are in use"
+                f"{name}: {gib(memory.total - memory.free)} of {gib(memory.total)} are in use"
                 + (f" by process {', '.join(map(str, used))}" if used else ""),
                 "the model and its batches need the whole GPU",
                 f"nvidia-smi -i {index}; stop what else runs there",
             )
         )
     if not findings:
-        findings.append(ok(f"{name}: {_gib(memory.total)}, free and healthy"))
+        findings.append(ok(f"{name}: {gib(memory.total)}, free and healthy"))
     return findings, GpuMemory(index=index, total_bytes=int(memory.total))
 
 
@@ -153,7 +153,3 @@ def _shut_down(nvml: Any) -> Iterator[None]:
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

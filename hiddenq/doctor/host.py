@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hiddenq.doctor.findings import Finding, error, ok, warning
+from hiddenq.doctor.findings import Finding, error, gib, ok, warning
 
 MIN_SHM_BYTES = 256 << 20
 SHARDS_IN_SPOOL = 8
@@ -48,13 +48,13 @@ def check_spool(folder: Path, *, max_shard_bytes: int, mounts: Path = Path("/pro
     free, wanted = shutil.disk_usage(place).free, SHARDS_IN_SPOOL * max_shard_bytes
     if free < wanted:
         yield error(
-            f"spool {folder}: {_gib(free)} free, {_gib(wanted)} wanted ({SHARDS_IN_SPOOL} shards of up to "
-            f"{_gib(max_shard_bytes)})",
+            f"spool {folder}: {gib(free)} free, {gib(wanted)} wanted ({SHARDS_IN_SPOOL} shards of up to "
+            f"{gib(max_shard_bytes)})",
             "workers would stand still most of the time, waiting for uploads",
             "use a larger disk, or produce the run with a lower --max-shard-bytes",
         )
     else:
-        yield ok(f"spool {folder}: {_gib(free)} free ({kind})")
+        yield ok(f"spool {folder}: {gib(free)} free ({kind})")
 
 
 def check_room(folder: Path, *, num_bytes: int) -> Finding:
@@ -63,12 +63,12 @@ def check_room(folder: Path, *, num_bytes: int) -> Finding:
     free = shutil.disk_usage(place).free
     if free < num_bytes:
         return error(
-            f"{folder}: {_gib(free)} free, the run still needs {_gib(num_bytes)}",
+            f"{folder}: {gib(free)} free, the run still needs {gib(num_bytes)}",
             "it would stop with a full disk",
             "free some space, write to another disk or to an object store, or store fewer layers or fp8 "
             "(--storage-dtype float8_e4m3fn)",
         )
-    return ok(f"{folder}: {_gib(free)} free, the run still needs {_gib(num_bytes)}")
+    return ok(f"{folder}: {gib(free)} free, the run still needs {gib(num_bytes)}")
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
@@ -80,7 +80,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
             "processes that share a model over several GPUs exchange tensors there and die with a bus error",
             "shm_size: 1g in the compose file, --shm-size=1g for docker run",
         )
-    return ok(f"{folder}: {_gib(size)}")
+    return ok(f"{folder}: {gib(size)}")
 
 
 def check_cache(folder: Path) -> Finding:
@@ -119,7 +119,3 @@ def _nearest(folder: Path) -> Path:
     while not folder.is_dir():
         folder = folder.parent
     return folder
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

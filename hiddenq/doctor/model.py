@@ -15,7 +15,7 @@ from typing import Any
 
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
-from hiddenq.doctor.findings import Finding, error, ok, warning
+from hiddenq.doctor.findings import Finding, error, gib, ok, warning
 
 RECURRENT = ("linear_attention", "mamba", "recurrent", "gated_delta")
 """Layer types with a recurrence, whose plain torch path is several times slower than their kernels."""
@@ -44,21 +44,21 @@ def check_model(
     activations = _activation_bytes(run) if run else 0
     room = min(gpu_bytes) * gpus_per_worker
     need = weights + activations + RESERVED_BYTES * gpus_per_worker
-    parts = f"weights {_gib(weights)}, a batch {_gib(activations)}" if run else f"weights {_gib(weights)}"
+    parts = f"weights {gib(weights)}, a batch {gib(activations)}" if run else f"weights {gib(weights)}"
     if weights > room:
         yield error(
-            f"{folder.name} does not fit: {parts}, the smallest GPU has {_gib(room)}",
+            f"{folder.name} does not fit: {parts}, the smallest GPU has {gib(room)}",
             "loading it would end in an out-of-memory error",
             "--gpus-per-worker 2 (or more) spreads it over GPUs; or a smaller or quantised checkpoint",
         )
     elif need > room:
         yield warning(
-            f"{folder.name} fits closely: {parts}, {_gib(need)} of {_gib(room)} in all",
+            f"{folder.name} fits closely: {parts}, {gib(need)} of {gib(room)} in all",
             "large batches will be split, which costs time",
             "produce the run with a lower --token-budget, or use --gpus-per-worker 2",
         )
     else:
-        yield ok(f"{folder.name} fits: {parts}, {_gib(need)} of {_gib(room)} in all")
+        yield ok(f"{folder.name} fits: {parts}, {gib(need)} of {gib(room)} in all")
 
 
 def check_kernels(config: dict[str, Any], *, on_gpu: bool) -> Iterator[Finding]:
@@ -86,7 +86,3 @@ def _activation_bytes(run: RunConfig) -> int:
     stored = ShardFormat.of_run(run).bytes_per_token
     item = 4 if run.model.dtype == "float32" else 2
     return run.token_budget * (stored + INTERMEDIATE_COPIES * run.model.hidden_size * item)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -14,11 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from hiddenq.contracts.errors import HiddenqError, RedisAway
-from hiddenq.delivery.connection import connect
+from hiddenq.delivery.connection import connect, never_again
 from hiddenq.doctor.findings import Finding, error, ok, warning
 
 WAIT_SECONDS = 5.0
@@ -108,7 +106,7 @@ def check_exposure(url: str) -> Iterator[Finding]:
 
 def _stranger(host: str, port: int, *, tls: bool) -> redis.Redis:
     """A client without user and password, which gives up at once."""
-    options: dict[str, Any] = {"socket_timeout": 3, "socket_connect_timeout": 3, "retry": Retry(NoBackoff(), 0)}
+    options: dict[str, Any] = {"socket_timeout": 3, "socket_connect_timeout": 3, "retry": never_again()}
     if tls:
         options |= {"ssl": True, "ssl_cert_reqs": "none"}
     return redis.Redis(host=host, port=port, **options)
