@@ -9,14 +9,11 @@ from __future__ import annotations
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery import FleetSnapshot
 
-WILDCARDS = ("0.0.0.0", "[::]", "::", "")
-"""Addresses to listen on that nobody can connect to; such a worker is reached by its host's name."""
-
 
 def targets_of(snapshot: FleetSnapshot) -> list[dict[str, list[str] | dict[str, str]]]:
     """The answer to Prometheus: one group a worker, with the labels that its series get."""
     return [
-        {"targets": [_reachable(seen.report, seen.report.metrics_address)], "labels": labels_of(seen.report)}
+        {"targets": [seen.report.metrics_address], "labels": labels_of(seen.report)}
         for seen in snapshot.workers
         if seen.report.metrics_address and (seen.live or not seen.drained)
     ]
@@ -39,8 +36,3 @@ def labels_of(report: WorkerReport) -> dict[str, str]:
 def run_label(report: WorkerReport) -> str:
     """The run of a GPU worker; an uploader serves whichever run has a shard in its spool, and gets none."""
     return (report.run or "") if report.role == "gpu_worker" else ""
-
-
-def _reachable(report: WorkerReport, address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{report.host}:{port}" if host in WILDCARDS else address

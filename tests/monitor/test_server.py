@@ -205,16 +205,6 @@ def test_a_restarted_worker_takes_its_old_place_whatever_its_name_and_port(
     assert first["labels"] == second["labels"]
 
 
-def test_a_worker_that_listens_everywhere_is_reached_by_its_hosts_name(
-    redis_server: RedisServer, redis_client: redis.Redis
-) -> None:
-    record = made_record()
-    start_run(redis_client, record)
-    MadeWorker(redis_client, record, metrics_address="0.0.0.0:9410", host="node3").beat()
-    with monitor(redis_server.url) as seen:
-        assert seen.json("/sd")[0]["targets"] == ["node3:9410"]
-
-
 def test_while_redis_is_away_discovery_answers_503_and_the_metrics_stand(own_redis_server: RedisServer) -> None:
     with own_redis_server.client() as client:
         start_run(client, made_record())
