@@ -58,9 +58,9 @@ def serve(settings: UploaderSettings) -> int:
     telemetry.bind(stage="uploader", worker=name, spool=spool.spool_id)
     registry = CollectorRegistry()
     status = UploaderStatus(registry, spool, index=settings.index, name=name)
-    port = telemetry.serve_metrics(registry, port=settings.metrics_port, address=settings.metrics_address)
+    port = telemetry.serve_metrics(registry, port=settings.metrics_port, address=settings.metrics_bind)
     if port:
-        status.metrics_address = telemetry.advertised_address(settings.metrics_address, port)
+        status.metrics_address = telemetry.advertised_address(settings.metrics_bind, port)
     consumer = Consumer(
         client,
         names.upload_queue(spool.spool_id),

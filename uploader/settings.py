@@ -1,4 +1,7 @@
-"""What one uploader is told at its start; everything about a run it learns from Redis."""
+"""What one uploader is told at its start.
+
+Invariant: nothing here changes what is stored; everything about a run is learnt from Redis.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,15 @@ class UploaderSettings:
     """Refuse runs whose location does not lie below this one."""
     reconcile_seconds: float = 300.0
     """Between two looks for orphans and leftovers."""
-    metrics_port: int = 9200
-    """First port to try for /metrics; 0 serves none."""
-    metrics_address: str = "127.0.0.1"
+    metrics_port: int = 0
+    """First port to try for /metrics; 0: none."""
+    metrics_bind: str = "127.0.0.1"
+    """Address /metrics listens on."""
 
     def __post_init__(self) -> None:
         if self.num_concurrent < 1:
-            raise UsageError(f"--concurrent {self.num_concurrent}: expected 1 or more shards at once")
+            raise UsageError(f"num_concurrent {self.num_concurrent}: expected 1 or more shards at once")
         if not 0 <= self.nice <= 19:
             raise UsageError(f"--nice {self.nice}: expected 0 to 19")
         if self.reconcile_seconds <= 0:
-            raise UsageError(f"--reconcile-seconds {self.reconcile_seconds:g}: expected a positive number")
+            raise UsageError(f"reconcile_seconds {self.reconcile_seconds:g}: expected a positive number")

@@ -199,7 +199,7 @@ def upload_process(
             index=index,
             spool_high_bytes=spool_bytes,
             metrics_port=metrics_port and metrics_port + index,
-            metrics_address=metrics_bind,
+            metrics_bind=metrics_bind,
             **vars(uploads),
         )
     )

@@ -312,9 +312,9 @@ def test_no_uploader_imports_torch() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"num_concurrent": 0}, "--concurrent 0: expected 1 or more"),
+        ({"num_concurrent": 0}, "num_concurrent 0: expected 1 or more"),
         ({"nice": 20}, "--nice 20: expected 0 to 19"),
-        ({"reconcile_seconds": 0}, "--reconcile-seconds 0: expected a positive number"),
+        ({"reconcile_seconds": 0}, "reconcile_seconds 0: expected a positive number"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(tmp_path: Path, settings: dict[str, int], text: str) -> None:
