@@ -42,7 +42,7 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's own environment."""
     log_file: Path | None = None
-    """Where its stderr goes; None for ours."""
+    """Where its stdout and stderr go; None for ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,9 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger().warning("process did not stop in time; killed", process=child.spec.name)
+                logger().warning(
+                    "process_killed", process=child.spec.name, reason=f"did not stop within {grace_seconds:g} s"
+                )
                 child.process.kill()
                 child.process.wait()
             child.process = None
@@ -153,7 +155,7 @@ class Supervisor:
                 start_new_session=True,
             )
         child.started = time.monotonic()
-        logger().debug("process started", process=spec.name, pid=child.process.pid)
+        logger().debug("process_started", process=spec.name, pid=child.process.pid)
 
     def _bury(self, child: _Child, status: int, now: float) -> None:
         policy, name = self._policy, child.spec.name
@@ -162,18 +164,18 @@ class Supervisor:
         if status == UserError.exit_status:
             child.misconfigured = True
             child.withdrawn = _last_line(child.spec.log_file) or "its settings are wrong (exit status 2); see its log"
-            logger().error("process withdrawn", process=name, reason=child.withdrawn)
+            logger().error("process_withdrawn", process=name, reason=child.withdrawn)
             return
         lived = now - child.started
         child.quick_deaths = 1 if lived >= policy.long_life_seconds else child.quick_deaths + 1
         how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
         if child.quick_deaths >= policy.max_quick_deaths:
             child.withdrawn = f"died {child.quick_deaths} times in a row, last by {how}"
-            logger().error("process withdrawn", process=name, reason=child.withdrawn)
+            logger().error("process_withdrawn", process=name, reason=child.withdrawn)
             return
         delay = min(policy.first_delay_seconds * 2 ** (child.quick_deaths - 1), policy.max_delay_seconds)
         child.restart_at = now + delay
-        logger().warning("process died; restarting", process=name, how=how, delay_seconds=delay)
+        logger().warning("process_died", process=name, how=how, next=f"started again in {delay:g} s")
 
 
 def hiddenq_command(*arguments: str) -> tuple[str, ...]:

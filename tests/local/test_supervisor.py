@@ -111,9 +111,7 @@ def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     parent_code = f"""
         import sys, time
         sys.path.insert(0, {str(Path.cwd())!r})
-        from hiddenq.cli import stages
-from hiddenq.cli.groups import QueueOptions
-from hiddenq.supervisor import ProcessSpec, Supervisor
+        from hiddenq.supervisor import ProcessSpec, Supervisor
         child = "import time; from hiddenq.supervisor import die_with_parent as ask; ask(); "
         child += "print('up', flush=True); time.sleep(60)"
         supervisor = Supervisor([ProcessSpec(name="child", command=(sys.executable, "-c", child))])
