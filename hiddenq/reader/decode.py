@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hiddenq.contracts.errors import DamagedShard
-from hiddenq.contracts.shard import ITEM_BYTES, ShardFormat
+from hiddenq.contracts.shard import ITEM_BYTES, SAFETENSORS_DTYPES, ShardFormat
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -21,13 +21,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-_BY_SAFETENSORS = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-}
+_BY_SAFETENSORS = {SAFETENSORS_DTYPES[name]: dtype for name, dtype in TORCH_DTYPES.items()} | {"I64": torch.int64}
 
 
 def torch_dtype(name: str) -> torch.dtype:

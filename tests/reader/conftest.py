@@ -10,12 +10,18 @@ import pytest
 import torch
 
 from gpu_worker.target_head import write_target_head
+from hiddenq.reader import VerifyReport
 from hiddenq.storage import open_store
 from tests.support.made_run import MadeRun, make_run, states_of_model
 from tests.support.models import save_tiny_model
 from tests.support.trainers import trainers
 
-__all__ = ["trainers"]
+__all__ = ["kinds", "trainers"]
+
+
+def kinds(report: VerifyReport) -> set[str]:
+    """The kinds of findings in a report."""
+    return set(report.num_findings)
 
 
 @pytest.fixture(autouse=True)

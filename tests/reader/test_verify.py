@@ -14,6 +14,7 @@ import pytest
 
 from hiddenq.contracts import names
 from hiddenq.reader import VerifyReport, verify
+from tests.reader.conftest import kinds
 from tests.support.made_run import MadeRun
 
 Make = Callable[..., MadeRun]
@@ -26,10 +27,6 @@ FORMATS = [
     {"final_hidden_state": False},
     {"num_samples": 40, "samples_per_batch": 7, "batches_per_part": 3},
 ]
-
-
-def kinds(report: VerifyReport) -> set[str]:
-    return set(report.num_findings)
 
 
 @pytest.mark.parametrize("fields", FORMATS, ids=str)

@@ -21,23 +21,11 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.contracts.shard import ShardFormat, layout_shard
-from hiddenq.reader import VerifyReport, verify
+from hiddenq.reader import verify
+from tests.reader.conftest import kinds
 from tests.support.made_run import MadeRun, write_index
 
 Make = Callable[..., MadeRun]
-FORMATS = [
-    {},
-    {"dtype": "float32"},
-    {"dtype": "float16"},
-    {"storage_dtype": "float8_e4m3fn", "target_layer_ids": (1, 3, 4)},
-    {"target_layer_ids": ()},
-    {"final_hidden_state": False},
-    {"num_samples": 40, "samples_per_batch": 7, "batches_per_part": 3},
-]
-
-
-def kinds(report: VerifyReport) -> set[str]:
-    return set(report.num_findings)
 
 
 @pytest.mark.parametrize("name", [names.RUN_JSON, names.REJECTED, names.MANIFEST, names.BATCHES])

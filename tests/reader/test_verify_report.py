@@ -18,15 +18,6 @@ from hiddenq.storage import LocalStore
 from tests.support.made_run import MadeRun
 
 Make = Callable[..., MadeRun]
-FORMATS = [
-    {},
-    {"dtype": "float32"},
-    {"dtype": "float16"},
-    {"storage_dtype": "float8_e4m3fn", "target_layer_ids": (1, 3, 4)},
-    {"target_layer_ids": ()},
-    {"final_hidden_state": False},
-    {"num_samples": 40, "samples_per_batch": 7, "batches_per_part": 3},
-]
 
 
 def test_every_byte_of_shards_and_tokens_is_asked_for_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def recompute_samples(
     chosen = random.Random(seed).sample(run.sample_ids.tolist(), min(number, len(run)))
     if not chosen:
         return None
+    chosen.sort(key=lambda sample_id: run.lengths[run.index.position(sample_id)])  # dynamic rotary scales never shrink
     tolerance = TOLERANCE[config.model.dtype] + (FP8_TOLERANCE if run.shard_format.has_scales else 0.0)
     network = _load(name, config, device)
     worst = (-1.0, -1, "")
