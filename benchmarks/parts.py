@@ -20,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.baselines import measure_peer, measure_scripts
 from benchmarks.workload import Workload, build_model, write_workload
+from gpu_worker.engine import DeviceTime
 from gpu_worker.gather import Destination, columns_of, load_states, store_states, store_tokens
 from gpu_worker.inputs import PaddedBatch, pad_rows
-from gpu_worker.pipeline import ON_DEVICE, DeviceTime
+from gpu_worker.pipeline import ON_DEVICE
 from gpu_worker.runs import ServedRun
 from gpu_worker.selfcheck import token_differences
 from gpu_worker.startup import Ready

@@ -1,6 +1,7 @@
 """The GPU stage: batches from the extract queue in, finished shards in the spool and jobs on its upload queue out.
 
-Imports `hiddenq.contracts`, `.storage`, `.delivery` and `.telemetry`, torch and Transformers; never another stage.
+Imports `hiddenq.contracts`, `.storage`, `.delivery`, `.telemetry` and `.model_identity`, torch and Transformers; never
+another stage.
 torch itself is imported by `serve`, after the environment of its allocator and caches is set.
 
     settings.py     what a worker is told             service.py      `serve`: start, run, drain, exit status

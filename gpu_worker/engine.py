@@ -87,6 +87,26 @@ class Launched:
             self.finished_at = time.monotonic()
 
 
+@dataclass(kw_only=True)
+class DeviceTime:
+    """How busy the device was between its first and its last batch."""
+
+    first: torch.cuda.Event | None = None
+    busy_seconds: float = 0.0
+    span_seconds: float = 0.0
+
+    def add(self, launched: Launched) -> float:
+        """A batch ended; returns the seconds it kept the device busy."""
+        if launched.started is None or launched.ended is None:
+            seconds = launched.finished_at - launched.launched_at
+        else:
+            self.first = self.first or launched.started
+            seconds = launched.started.elapsed_time(launched.ended) / 1000
+            self.span_seconds = self.first.elapsed_time(launched.ended) / 1000
+        self.busy_seconds += seconds
+        return seconds
+
+
 @dataclass
 class _Payload:
     buffer: Tensor

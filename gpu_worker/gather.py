@@ -9,7 +9,6 @@ Shape legend: B rows, S padded tokens, K target layers, H hidden size, C stored 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hiddenq.contracts.errors import HiddenqError
-from hiddenq.contracts.shard import ITEM_BYTES, ShardFormat
+from hiddenq.contracts.shard import ShardFormat
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -83,8 +82,7 @@ class Destination:
 def columns_of(shard_format: ShardFormat) -> tuple[Column, ...]:
     """The stored columns: target layers in the order asked, then the final state."""
     prefixes, position = {}, 0
-    for name, dtype, tail in shard_format.columns():
-        size = math.prod(tail) * ITEM_BYTES[dtype]
+    for name, dtype, _, size in shard_format.token_layout:
         prefixes[name] = (position, size, dtype)
         position += size
     columns = []

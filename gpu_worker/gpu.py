@@ -84,7 +84,7 @@ class GpuReader:
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, int(timeout_seconds * 1000))
         except self._nvml.NVMLError as error:
-            if error.value not in (self._nvml.NVML_ERROR_TIMEOUT,):
+            if error.value != self._nvml.NVML_ERROR_TIMEOUT:
                 self._events = None
             return None
         return int(event.eventData)

@@ -11,14 +11,49 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+_SUPPORT = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
 _FLA_CHUNK_MODULES = ("fla.ops.gated_delta_rule.chunk", "fla.ops.kda.chunk", "fla.ops.gla.chunk")
+
+
+def attentions_for(config: Any, asked: str) -> list[str]:
+    """Attention implementations to try for a model of a config, best first; `asked` is one of them, or `auto`."""
+    from transformers import MODEL_MAPPING
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    available = []
+    if is_flash_attn_2_available():
+        available.append("flash_attention_2")
+    if is_flash_attn_3_available():
+        available.append("flash_attention_3")
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:  # code that the checkpoint brings along: ask it
+        return [asked] if asked != "auto" else ["sdpa", "eager"]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    return choose_attention(model_class, asked, on_gpu=torch.cuda.is_available(), available=available)
+
+
+def choose_attention(model_class: Any, asked: str, *, on_gpu: bool, available: Sequence[str]) -> list[str]:
+    """Attention implementations to try, best first, for a model class that says what it supports.
+
+    `available` are the optional packages that are installed: `flash_attention_2`, `flash_attention_3`.
+    """
+    if asked != "auto":
+        return [asked]
+    order = ["sdpa", *(name for name in ("flash_attention_3", "flash_attention_2") if on_gpu and name in available)]
+    return [name for name in order if getattr(model_class, _SUPPORT[name], False)] + ["eager"]
 
 
 def never_packed() -> None:

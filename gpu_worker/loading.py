@@ -9,7 +9,6 @@ dequantised because someone said so.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,12 @@ from torch import nn
 
 from gpu_worker.decoder import count_layers
 from gpu_worker.extraction import check_layers
+from gpu_worker.kernels import attentions_for
 from hiddenq.contracts.errors import ModelError
 from hiddenq.model_identity import weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
 """Prefix of the decoder's weights in a wrapper's checkpoint."""
-_SUPPORT = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flash_attention_3": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
-}
 _WEIGHT_NAMES_SHOWN = 3
 
 
@@ -106,17 +100,6 @@ def load_decoder(
     )
 
 
-def choose_attention(model_class: Any, asked: str, *, on_gpu: bool, available: Sequence[str]) -> list[str]:
-    """Attention implementations to try, best first, for a model class that says what it supports.
-
-    `available` are the optional packages that are installed: `flash_attention_2`, `flash_attention_3`.
-    """
-    if asked != "auto":
-        return [asked]
-    order = ["sdpa", *(name for name in ("flash_attention_3", "flash_attention_2") if on_gpu and name in available)]
-    return [name for name in order if getattr(model_class, _SUPPORT[name], False)] + ["eager"]
-
-
 def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig
 
@@ -139,7 +122,7 @@ def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> 
     from transformers import AutoModel
 
     refusal: Exception | None = None
-    for attention in _attentions(config, asked, common):
+    for attention in attentions_for(config, asked):
         try:
             with torch.device("meta"):
                 shell: nn.Module = AutoModel.from_config(
@@ -149,23 +132,6 @@ def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> 
         except (ValueError, ImportError) as error:
             refusal = refusal or error
     raise ModelError(f"--model {path}: {_first_line(refusal)}") from refusal
-
-
-def _attentions(config: Any, asked: str, common: dict[str, Any]) -> list[str]:
-    from transformers import MODEL_MAPPING
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-    available = []
-    if is_flash_attn_2_available():
-        available.append("flash_attention_2")
-    if is_flash_attn_3_available():
-        available.append("flash_attention_3")
-    model_class = MODEL_MAPPING.get(type(config), None)
-    if model_class is None:  # code that the checkpoint brings along: ask it
-        return [asked] if asked != "auto" else ["sdpa", "eager"]
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    return choose_attention(model_class, asked, on_gpu=torch.cuda.is_available(), available=available)
 
 
 def _device_map(device: str, num_gpus: int) -> Any:

@@ -13,11 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from gpu_worker.engine import Engine, Launched, Ring, Slot, is_dead
+from gpu_worker.engine import DeviceTime, Engine, Launched, Ring, Slot, is_dead
 from gpu_worker.failures import DeviceLost, FailureStreak
 from gpu_worker.feed import Feed, Work
 from gpu_worker.gather import name_nonfinite
@@ -33,26 +32,6 @@ from hiddenq.storage import Spool
 
 ON_DEVICE = 2
 LOOK_SECONDS = 0.1
-
-
-@dataclass(kw_only=True)
-class DeviceTime:
-    """How busy the device was between its first and its last batch."""
-
-    first: torch.cuda.Event | None = None
-    busy_seconds: float = 0.0
-    span_seconds: float = 0.0
-
-    def add(self, launched: Launched) -> float:
-        """A batch ended; returns the seconds it kept the device busy."""
-        if launched.started is None or launched.ended is None:
-            seconds = launched.finished_at - launched.launched_at
-        else:
-            self.first = self.first or launched.started
-            seconds = launched.started.elapsed_time(launched.ended) / 1000
-            self.span_seconds = self.first.elapsed_time(launched.ended) / 1000
-        self.busy_seconds += seconds
-        return seconds
 
 
 class Pipeline:

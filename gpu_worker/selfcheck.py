@@ -98,6 +98,7 @@ def compare_alone(extractor: Extractor, batch: PaddedBatch, on_device: DeviceBat
 
 
 def token_differences(mine_SH: Tensor, reference_SH: Tensor) -> Tensor:
+    """[S], of each token: |mine - reference| / |reference|."""
     difference_S = torch.linalg.vector_norm(mine_SH - reference_SH, dim=-1)
     relative_S: Tensor = difference_S / torch.linalg.vector_norm(reference_SH, dim=-1).clamp_min(1e-30)
     return relative_S

@@ -9,7 +9,6 @@ Shape legend: B rows, S padded tokens.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,12 +109,11 @@ def compile_and_check(decoder: Decoder, extractor: Extractor, *, vocab_size: int
     return done
 
 
-def warm_up(engine: Engine, extractor: Extractor, config: RunConfig) -> float:
-    """Run the run's extreme shapes once: kernels tuned, memory found; returns the seconds it took.
+def warm_up(engine: Engine, extractor: Extractor, config: RunConfig) -> None:
+    """Run the run's extreme shapes once: kernels tuned, memory found.
 
     Triton compiles a kernel anew for sizes that are 1, multiples of 16, and others: small batches of each come first.
     """
-    started = time.monotonic()
     tokens = largest_payload(config, extractor.shard_format) // extractor.shard_format.bytes_per_token
     shapes = [(rows, length) for rows in (1, 3, 16) for length in (40, 48)]
     shapes += [
@@ -130,7 +128,6 @@ def warm_up(engine: Engine, extractor: Extractor, config: RunConfig) -> float:
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
         torch.cuda.empty_cache()
-    return time.monotonic() - started
 
 
 def matrix_ceiling(device: torch.device, dtype: torch.dtype, *, size: int = 8192, rounds: int = 10) -> float:

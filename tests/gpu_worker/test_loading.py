@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, PreTrainedConfig
 
 from gpu_worker.decoder import count_layers, find_decoder
-from gpu_worker.loading import choose_attention, load_decoder
+from gpu_worker.kernels import choose_attention
+from gpu_worker.loading import load_decoder
 from hiddenq.contracts.errors import ModelError
 from tests.support.models import (
     VOCAB_SIZE,
