@@ -216,5 +216,6 @@ def _produce_in_child(
         pipe.send(report)
     except HiddenqError as error:
         pipe.send(error)
-    except Exception:
-        pipe.send(HiddenqError(f"producer: a fault of ours: {traceback.format_exc()}"))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(HiddenqError(f"producer: a fault of ours: {error!r}; the lines above say where"))

@@ -1,12 +1,12 @@
 """The producer: any conversation dataset in; token parts, loss masks and length-bucketed batches out.
 
 Consumes dataset files, a model's config and tokenizer. Produces `tokens/`, `rejected.jsonl` and `run.json` in the
-output location, and a `BatchJob` a batch in the extract queue. Imports `hiddenq.contracts`, `.storage`,
-`.delivery` and `.model_identity`; never torch, never another stage.
+output location; `hiddenq.produce` enqueues the batches listed there. Imports `hiddenq.contracts`, `.storage`,
+`.telemetry` and `.model_identity`; never torch, never another stage.
 
-A row's way: `sources` reads it, `conversation` checks it, `chat` renders and tokenises it, `mask` says what is
-supervised, `pool` does the three in parallel, `spill` keeps the tokens on disk, `batching` orders and cuts them,
-`parts` writes them out.
+A row's way: `sources` finds its file and `formats` reads it, `conversation` checks it, `rendering` makes one string of
+it, `tokenizer` its ids, `mask` says what is supervised, `encoder` does these for a block of rows and `pool` for several
+at once; `spill` keeps the tokens on disk, `order` sorts them, `batching` cuts them, `parts` writes them out.
 """
 
 from producer.job import Progress

@@ -97,10 +97,8 @@ def exit_status(arguments: list[str]) -> int:
         if error.filename is None and error.errno not in _OF_A_DISK:
             return _fault(error)
         _say(f"{error.filename or 'a disk'}: {error.strerror}; is it there, and may this user use it?")
-        supervised = arguments[:1] and arguments[0].endswith(
-            "-process"
-        )  # it is started again, for the disk may come back
-        return RetryableError.exit_status if supervised and error.errno in _OF_A_DISK else UserError.exit_status
+        is_started_again = bool(arguments) and arguments[0].endswith("-process") and error.errno in _OF_A_DISK
+        return RetryableError.exit_status if is_started_again else UserError.exit_status
     except Exception as error:
         return _fault(error)
     return result if isinstance(result, int) else 0

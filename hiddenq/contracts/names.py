@@ -25,7 +25,6 @@ TOKENS_PREFIX = "tokens/"
 
 EXTRACT_JOB = "hiddenq.extract"
 UPLOAD_JOB = "hiddenq.upload"
-JOB_NAMES = frozenset({EXTRACT_JOB, UPLOAD_JOB})
 """The only function names that a job may carry; they are looked up, never imported."""
 
 _SHARD = re.compile(r"^(?P<batch>[0-9]{6,12})-(?P<execution>[0-9a-f]{8})\.safetensors\Z")

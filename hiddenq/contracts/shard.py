@@ -74,8 +74,8 @@ class ShardFormat:
     def columns(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, safetensors dtype and shape after [S] of each tensor of a sample, in file order.
 
-        `hidden_states` is [S, K, H]; `final_hidden_state` [S, H] in model dtype unless the storage is fp8, which
-        keeps it in model dtype, too; a wider or narrower float storage dtype applies to both.
+        `hidden_states` is [S, K, H] and `final_hidden_state` [S, H], both in the storage dtype; only where that is fp8
+        the final state stays in the model's.
         """
         layers, hidden = len(self.target_layer_ids), self.hidden_size
         storage = SAFETENSORS_DTYPES[self.storage_dtype]

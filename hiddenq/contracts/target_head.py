@@ -34,7 +34,7 @@ class NormSpec(Frozen):
     """Whether weight and bias are applied before the result is rounded to the model's dtype."""
 
     def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm of [..., H], in the dtype it came in."""
+        """The norm of [..., H], in the dtype it came in; `weight` and `bias` are [H], None where the norm has none."""
         normed = hidden.float()
         if self.kind == "layer":
             normed = normed - normed.mean(-1, keepdim=True)

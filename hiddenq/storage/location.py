@@ -1,4 +1,8 @@
-"""From a URI to a store."""
+"""From a URI to a store.
+
+Invariant: what a URI can't mean is refused here, in one line and before anything is touched: credentials in it, a
+bucket without a prefix, a setting that has no effect on such a store.
+"""
 
 from __future__ import annotations
 
