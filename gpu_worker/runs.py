@@ -17,7 +17,8 @@ import hiddenq
 from gpu_worker.extraction import Extractor
 from gpu_worker.inputs import PaddedBatch, check_rows, pad_rows
 from gpu_worker.selfcheck import length_band
-from hiddenq.contracts.errors import RunMismatch, UsageError
+from hiddenq import telemetry
+from hiddenq.contracts.errors import RunMismatch, StoreAway, UsageError, UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.run import ModelIdentity, RunConfig
 from hiddenq.contracts.shard import ShardFormat, ShardLayout, layout_shard
@@ -115,10 +116,11 @@ class ServedRun:
 
 
 def choose_run(client: redis.Redis, run: str | None, *, any_run: bool) -> RunRecord | None:
-    """The run to serve first; None if there is none yet.
+    """The run to serve first, with `any_run` one whose location can be opened; None if there is none yet.
 
     Raises:
         UsageError: the run asked for does not exist, or several are live and none was named.
+        RunMismatch, StoreRefused: no live run can be opened; why the last one can't.
     """
     if run is not None:
         return load_run(client, run)
@@ -127,19 +129,25 @@ def choose_run(client: redis.Redis, run: str | None, *, any_run: bool) -> RunRec
         return None
     if len(live) > 1 and not any_run:
         raise UsageError(f"name a run with --run, or serve --any-run: live runs are {', '.join(r.run for r in live)}")
-    return live[0]
+    for record in live[:-1]:
+        try:
+            open_location(record)
+        except UserError as error:
+            telemetry.logger().error("run_refused", run=record.run, error=str(error), next="another run")
+            continue
+        except StoreAway:
+            continue
+        return record
+    return live[-1]
 
 
 def same_model(client: redis.Redis, first: RunRecord) -> list[RunRecord]:
-    """All live runs that need the model which `first` needs, `first` in front."""
-    others = [
+    """All live runs that need the model which `first` needs."""
+    return [
         record
         for record in list_runs(client)
-        if record.run != first.run
-        and run_state(client, record.run) == "live"
-        and _decisive(record.config.model) == _decisive(first.config.model)
+        if run_state(client, record.run) == "live" and _decisive(record.config.model) == _decisive(first.config.model)
     ]
-    return [first, *others]
 
 
 def _decisive(model: ModelIdentity) -> ModelIdentity:
@@ -147,15 +155,16 @@ def _decisive(model: ModelIdentity) -> ModelIdentity:
     return model.model_copy(update={"model": "", "revision": None})
 
 
-def open_location(record: RunRecord) -> ObjectStore:
-    """Open a run's location and make sure that it is the run's.
+def open_location(record: RunRecord, *, patience_seconds: float = 0.0) -> ObjectStore:
+    """Open a run's location and make sure that it is the run's; a store that is away is waited for so long.
 
     Raises:
         RunMismatch: the location, as this host sees it, holds no `run.json` or another one.
         StoreRefused: the location can't be read.
+        StoreAway: it is away.
     """
     store = open_store(record.location, StoreSettings.model_validate(record.store))
-    found = load_run_json(store)
+    found = load_run_json(store.patient(patience_seconds) if patience_seconds else store)
     if found is None:
         raise RunMismatch(
             f"{record.location}: no run.json here, though Redis says that run {record.run} lies there; a local path "

@@ -19,12 +19,14 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 
+from gpu_worker.engine import DeviceTime
 from gpu_worker.failures import DeviceLost, FailureStreak
 from gpu_worker.feed import Feed
 from gpu_worker.gpu import GpuSampler, open_reader
-from gpu_worker.pipeline import DeviceTime, Pipeline
+from gpu_worker.pipeline import Pipeline
 from gpu_worker.report import WorkerStatus
-from gpu_worker.runs import ServedRun, choose_run, open_location, same_model, serve_run
+from gpu_worker.run_table import RunTable
+from gpu_worker.runs import ServedRun, choose_run, open_location, serve_run
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.startup import Ready, StartTimes, check_device, make_ready, process_age_seconds
 from hiddenq import telemetry
@@ -32,12 +34,13 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.metrics import GpuWorkerMetrics
-from hiddenq.contracts.shard import ShardFormat
 from hiddenq.delivery import Consumer, RunRecord, connect, record_self_check, worker_name
 from hiddenq.storage import Spool
 
 DEVICE_LOST_STATUS = 71
 LOOK_FOR_RUN_SECONDS = 1.0
+OUTAGE_SECONDS = 3600.0
+"""So long a worker waits at its start for a store that is away."""
 
 
 def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_ready) -> int:
@@ -78,7 +81,7 @@ def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_read
     consumer.install_signals()
     try:
         consumer.start()
-        store = open_location(record)
+        store = open_location(record, patience_seconds=OUTAGE_SECONDS)
         ready = prepare(settings, record.config, device, gpu_name=gpu_name, times=times)
         served = serve_run(client, record, store, ready.extractor)
         _announce(status, ready, record)
@@ -112,20 +115,17 @@ def _work(
     served: ServedRun,
 ) -> None:
     """Take batches until told to stop."""
-    runs = {record.run: served}
+    table = RunTable(client, record, served, ready.extractor, consumer.listen)
     streak = FailureStreak(settings.max_failures)
-
-    def refresh() -> None:
-        if not settings.any_run:
-            return
-        for other in same_model(client, record):
-            if other.run not in runs:
-                extractor = ready.extractor.for_format(ShardFormat.of_run(other.config))
-                runs[other.run] = serve_run(client, other, open_location(other), extractor)
-                consumer.listen([names.extract_queue(run) for run in runs])
-
     feed = Feed(
-        consumer, spool, runs, ready.host, status, streak, pinned=ready.engine.device.type == "cuda", refresh=refresh
+        consumer,
+        spool,
+        table.runs,
+        ready.host,
+        status,
+        streak,
+        pinned=ready.engine.device.type == "cuda",
+        refresh=table.refresh if settings.any_run else lambda: None,
     )
     pipeline = Pipeline(
         consumer,

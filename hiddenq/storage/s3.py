@@ -74,7 +74,7 @@ class S3Store:
         other = S3Store(
             bucket, prefix, self._settings, observer=self._observer, limit=self._limit, patience_seconds=seconds
         )
-        other._abilities = self._can()  # a probe provokes errors, and must not wait for them to pass
+        other._abilities = self._abilities
         return other
 
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
@@ -242,7 +242,9 @@ class S3Store:
     def _can(self) -> S3Abilities:
         with self._probing:
             if self._abilities is None:
-                self._abilities = probe(self._connection, self._common, self._prefix, self._settings, self._encrypted)
+                # On a connection without patience: a probe provokes errors, and must not wait for them to pass.
+                connection = S3Connection(self._settings, self._observer)
+                self._abilities = probe(connection, self._common, self._prefix, self._settings, self._encrypted)
             return self._abilities
 
     def _of(self, key: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,18 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from gpu_worker import WorkerSettings, serve, startup
+from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
+from gpu_worker.run_table import KEEP_ENDED_SECONDS, RunTable
+from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
 from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
-from hiddenq.contracts.shard import header_num_bytes, parse_header
+from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
 from hiddenq.delivery import Consumer, dead_letters, fleet, self_checks
+from hiddenq.delivery import cancel as cancel_run
 from hiddenq.delivery import drain as drain_host
 from hiddenq.storage.runfiles import load_batches, read_token_rows
+from tests.gpu_worker.conftest import tiny_decoder
 from tests.gpu_worker.served import FAST, Served, make_run, serve_until
 from tests.support.models import save_fp8_model, save_tiny_model
 from tests.support.redis_server import RedisServer
@@ -303,6 +308,52 @@ def test_any_run_takes_all_runs_of_the_same_model(
     total = run.num_batches + other.num_batches
     assert serve_until(run, lambda: len(run.spool.files()) == total, run=None, any_run=True) == 0
     assert_nothing_is_held(other)
+
+
+def test_any_run_leaves_a_run_that_it_cannot_open_alone_and_serves_the_others(
+    run: Served, tmp_path: Path, model: Path, redis_server: RedisServer, redis_client: redis.Redis
+) -> None:
+    broken = make_run(tmp_path, model, redis_server.url, redis_client, (30, 9), name="a-broken-one")
+    (tmp_path / "a-broken-one" / names.RUN_JSON).unlink()
+    other = make_run(tmp_path, model, redis_server.url, redis_client, (30, 9), name="other")
+    total = run.num_batches + other.num_batches
+    assert serve_until(run, lambda: len(run.spool.files()) == total, run=None, any_run=True) == 0
+    assert queue_state(broken).num_waiting == broken.num_batches
+
+
+def test_if_no_run_can_be_opened_any_run_says_why(run: Served) -> None:
+    Path(run.store.uri, names.RUN_JSON).unlink()
+    with pytest.raises(RunMismatch, match=r"no run\.json here, though Redis says that run"):
+        serve(run.settings.model_copy(update={"run": None, "any_run": True}))
+
+
+def test_a_run_that_ended_is_let_go_with_its_hooks_once_nothing_of_it_can_be_on_the_device(
+    run: Served, tmp_path: Path, model: Path, redis_server: RedisServer, redis_client: redis.Redis
+) -> None:
+    other = make_run(tmp_path, model, redis_server.url, redis_client, (30, 9), name="other")
+    decoder = tiny_decoder("qwen3")
+    extractor = Extractor(decoder, ShardFormat.of_run(run.config), masked=False)
+    queues: list[Sequence[str]] = []
+    now = [0.0]
+    served = serve_run(redis_client, run.record, run.store, extractor)
+    table = RunTable(redis_client, run.record, served, extractor, queues.append, clock=lambda: now[0])
+
+    def num_hooks() -> int:
+        return sum(len(layer._forward_hooks) for layer in decoder.layers)
+
+    alone = num_hooks()
+    table.refresh()
+    assert set(table.runs) == {run.config.run, other.config.run}
+    both = num_hooks()
+    assert both > alone
+    cancel_run(redis_client, other.config.run)
+    table.refresh()
+    assert num_hooks() == both, "its last batch may be on the device"
+    now[0] += KEEP_ENDED_SECONDS
+    table.refresh()
+    assert set(table.runs) == {run.config.run}
+    assert num_hooks() == alone
+    assert queues[-1] == [names.extract_queue(run.config.run)]
 
 
 def test_several_live_runs_must_be_told_apart(
