@@ -36,6 +36,7 @@ PROCESSES, THREADS = 2, 16
 
 
 def main() -> None:
+    """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rates", "fleet"])
     parser.add_argument("--batches", type=int, default=100_000)
@@ -85,7 +86,7 @@ def rates(server: EmbeddedServer, num_batches: int) -> dict[str, Any]:
 
 def queue_all(client: redis.Redis, num_batches: int) -> None:
     """Queue all batches; the queue's bound is lifted."""
-    record = RunRecord.model_construct(config=_Run(), location="", store={}, delivery=DeliverySettings(), options={})
+    record = RunRecord.model_construct(config=_Run(), location="", store={}, delivery=DeliverySettings())
     batches = (
         BatchJob(
             run=RUN, batch_id=names.batch_id(number), token_part=number // 1000, first_row=16 * number, num_samples=16,

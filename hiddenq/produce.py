@@ -71,7 +71,6 @@ def produce(
         location=store.uri,
         store=store_settings.model_dump(mode="json"),
         delivery=delivery,
-        options={},
     )
     save_run(client, record)
     reconcile_ledger(client, store, record)

@@ -153,7 +153,10 @@ def connect(
     """
     url = url or os.environ.get("HIDDENQ_REDIS_URL")
     if not url:
-        raise UsageError("no Redis address: give --redis-url or set HIDDENQ_REDIS_URL (redis://HOST:6379/0)")
+        raise UsageError(
+            "no Redis address: give --redis-url or set HIDDENQ_REDIS_URL (redis://HOST:6379/0); "
+            "a look at a `hiddenq run` takes its --out"
+        )
     where = _without_password(url)
     if wait_seconds is None:
         wait_seconds = float(os.environ.get(names.REDIS_WAIT_VARIABLE, DEFAULT_WAIT_SECONDS))

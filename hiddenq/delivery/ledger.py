@@ -56,7 +56,7 @@ class Ledger:
             found = self._client.hgetall(f"hiddenq:run:{self._run}:totals")
         return LedgerTotals(**{text(name): int(value) for name, value in found.items()})
 
-    def adopt(self, entries: Iterable[LedgerEntry], *, kept_seconds: int = 3600) -> int:
+    def adopt(self, entries: Iterable[LedgerEntry]) -> int:
         """Enter shards found in the store, their checksums confirmed; returns how many batches are new."""
         scripts, adopted, remaining = Scripts(self._client), 0, iter(entries)
         while chunk := list(itertools.islice(remaining, CHUNK)):
@@ -72,7 +72,7 @@ class Ledger:
                 for entry in chunk
             ]
             with away_errors():
-                adopted += int(scripts.run("adopt", run=self._run, kept_seconds=kept_seconds, entries=found))
+                adopted += int(scripts.run("adopt", run=self._run, entries=found))
         return adopted
 
     def forget(self, entries: Iterable[LedgerEntry]) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import redis
-from pydantic import Field
 
 from hiddenq.contracts import names
 from hiddenq.contracts.base import Frozen
@@ -34,7 +33,6 @@ class RunRecord(Frozen):
     store: dict[str, Any]
     """The store's settings."""
     delivery: DeliverySettings
-    options: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def run(self) -> str:

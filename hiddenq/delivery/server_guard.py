@@ -55,4 +55,6 @@ class ServerGuard:
                 telemetry.logger().warning("redis_restarted", folder=str(old.data_dir), pid=self.server.pid)
             except (HiddenqError, OSError) as error:
                 wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-                telemetry.logger().error("redis_not_restarted", error=str(error), next=f"again in {wait:g} s")
+                telemetry.logger().error(
+                    "redis_not_restarted", folder=str(old.data_dir), error=str(error), next=f"again in {wait:g} s"
+                )

@@ -46,10 +46,6 @@ class DeliverySettings(Frozen):
             )
         return self
 
-    def retry_delay(self, attempts: int) -> float:
-        """Seconds to wait after so many charged failures (1 or more)."""
-        return self.retry_delays[min(attempts, len(self.retry_delays)) - 1]
-
     @property
     def clock_tolerance_seconds(self) -> float:
         """How far the Redis clock may stray from a process's own between two looks before it counts as a jump."""

@@ -70,7 +70,7 @@ def record(run: str = "run", *, num_batches: int = 10, settings: DeliverySetting
         num_samples=2 * num_batches, num_tokens=10 * num_batches, num_supervised=num_batches,
         num_padded_tokens=16 * num_batches, num_batches=num_batches, num_token_parts=1, plan_digest="p",
     )  # fmt: skip
-    return RunRecord(config=config, location="file:///nowhere", store={}, delivery=settings, options={})
+    return RunRecord(config=config, location="file:///nowhere", store={}, delivery=settings)
 
 
 def shard(claim: Claim[BatchJob], spool_id: str = SPOOL) -> ShardReady:

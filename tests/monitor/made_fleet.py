@@ -63,9 +63,7 @@ def made_record(run: str = "demo", num_batches: int = 6, delivery: DeliverySetti
         num_token_parts=1,
         plan_digest="4" * 32,
     )
-    return RunRecord(
-        config=config, location="file:///made", store={}, delivery=delivery or DeliverySettings(), options={}
-    )
+    return RunRecord(config=config, location="file:///made", store={}, delivery=delivery or DeliverySettings())
 
 
 def made_batches(record: RunRecord) -> list[BatchJob]:

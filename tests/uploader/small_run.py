@@ -47,9 +47,7 @@ class SmallRun:
         return self.config.run
 
     def record(self, store: ObjectStore, store_settings: dict[str, Any] | None = None) -> RunRecord:
-        return RunRecord(
-            config=self.config, location=store.uri, store=store_settings or {}, delivery=self.settings, options={}
-        )
+        return RunRecord(config=self.config, location=store.uri, store=store_settings or {}, delivery=self.settings)
 
     def write(self, store: ObjectStore) -> None:
         """Everything that a producer leaves, `run.json` last."""

@@ -1,6 +1,6 @@
 -- Ledger entries for shards that were found in the store: first one in wins, as ever.
 --
--- a: run, kept_seconds, entries (list of {batch_id, job, entry as JSON, num_samples, num_tokens, num_bytes})
+-- a: run, entries (list of {batch_id, job, entry as JSON, num_samples, num_tokens, num_bytes})
 -- Returns how many were new.
 
 local adopted = 0
@@ -14,7 +14,7 @@ for _, found in ipairs(a.entries) do
     redis.call('HINCRBY', totals, 'num_tokens', found[5])
     redis.call('HINCRBY', totals, 'num_bytes', found[6])
     if get(job, 'status') == 'failed' then
-      complete(job, get(job, 'origin'), '', a.kept_seconds)
+      complete(job, get(job, 'origin'), '', FINISHED_KEPT)
     end
   end
 end

@@ -7,8 +7,9 @@
 -- Ids of deleted jobs and repeated ids are dropped; a batch that is committed already is finished without being run.
 -- A claim whose reply was lost is found again by its executions. A cancelled run gives out nothing.
 --
--- A job whose processes died again and again, where none could be blamed, is given to a worker that holds nothing, which
--- gets nothing else beside it: so the next death is its own. Until then it waits at the front, and this worker with it.
+-- A job whose processes died again and again, where none could be blamed, is given to a worker that holds nothing,
+-- which gets nothing else beside it: so the next death is its own. Until then it waits at the front, and this worker
+-- with it.
 
 local claimed, free, mine = {}, {}, {}
 local num_held, holds_alone = 0, false
@@ -76,7 +77,7 @@ local function take(queue, run)
     if found[1] == 'queued' and found[2] == queue then
       local alone = tonumber(found[4] or '0') >= a.deaths_until_alone
       if run ~= '' and is_committed(run, found[3] or '') then
-        complete(job, queue, '', 3600)
+        complete(job, queue, '', FINISHED_KEPT)
       elseif alone and num_held > 0 then
         redis.call('LPUSH', 'rq:queue:' .. queue, job)
         return true

@@ -7,10 +7,10 @@
 -- RQ's own keys, laid out as RQ 3.0.0 lays them out:
 --   rq:queues                               set of queue keys
 --   rq:queue:{queue}                        list of job ids; the next one is on the left
---   rq:job:{job}                            hash of a job. Ours beside RQ's fields: run, batch_id; execution (whose it is
---                                           while started or finished); attempts (charged failures); deaths (of its
---                                           processes, uncharged); remakes; delay; upload (of an extract job: its newest upload
---                                           job); file_name, spool_id (of an upload job)
+--   rq:job:{job}                            hash of a job. Ours beside RQ's fields: run, batch_id; execution (whose
+--                                           it is while started or finished); attempts (charged failures); deaths
+--                                           (of its processes, uncharged); remakes; delay; upload (of an extract
+--                                           job: its newest upload job); file_name, spool_id (of an upload job)
 --   rq:wip:{queue}                          zset "{job}:{execution}"; score +inf, which RQ's cleanup never reaches
 --   rq:finished|failed|scheduled:{queue}    zsets of job ids
 --   rq:execution:{job}:{execution}          hash of one execution. Ours beside RQ's: queue, host, device, stage,
@@ -38,6 +38,7 @@
 local a = cjson.decode(ARGV[1])
 local INF = '+inf'
 local EXECUTION_KEPT = 86400 -- seconds for which RQ's execution keys outlive their last renewal
+local FINISHED_KEPT = 3600 -- seconds for which a job stays that turned out to be committed already
 local RESULTS_KEPT = 20 -- entries of a job's results
 local SUCCESSFUL, FAILED, RETRIED = 1, 2, 4 -- RQ's Result.Type
 

@@ -1,12 +1,13 @@
 -- Gives back what dead executions held, and wakes what is due. Any process may run it, any number at once.
 --
--- a: expected_now (what the Redis clock should say by the caller's own), tolerance_seconds, lease_seconds, max_attempts,
---    retry_delays, spool_dead_seconds, exc (base64 of zlib)
+-- a: expected_now (what the Redis clock should say by the caller's own), tolerance_seconds, lease_seconds,
+--    max_attempts, retry_delays, spool_dead_seconds, exc (base64 of zlib)
 -- Returns {"ok" or "jump", Redis time, given back, set aside, woken, spool, ...}: spools without a heartbeat in which
 -- shards wait. On a jump nothing was done.
 --
--- A batch that was on the GPU is charged, and so is whatever its worker held alone (claim.lua): the first time it goes to
--- the front at once, then it waits longer and longer. Any other death is counted, and costs nothing. A score further ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
+-- A batch that was on the GPU is charged, and so is whatever its worker held alone (claim.lua): the first time it goes
+-- to the front at once, then it waits longer and longer. Any other death is counted, and costs nothing. A score further
+-- ahead than a lease or a delay can be is the trace of a clock that went back: it is cut.
 
 local SOME = 500
 
