@@ -18,9 +18,8 @@ from hiddenq.contracts.errors import UsageError
 from hiddenq.contracts.run import ModelIdentity, RunConfig
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import iterate_batches, load_run_json
+from hiddenq.storage.spool import SHARDS_IN_SPOOL
 
-_SHARDS_IN_SPOOL = 4
-"""A spool that can't hold so many of the largest shards keeps a GPU waiting for uploads."""
 _PAUSE_SECONDS = 300.0
 _PAUSE_GAPS = 10
 """A gap between shards that is longer than this, and than so many usual ones, is a pause and not work."""
@@ -119,7 +118,7 @@ def find_rooms(
     if output is not None and "://" not in output.removeprefix("file://"):
         folders.append(("output", Path(output.removeprefix("file://")), needed_bytes))
     if spool is not None:
-        folders.append(("spool", spool, _SHARDS_IN_SPOOL * largest_shard))
+        folders.append(("spool", spool, SHARDS_IN_SPOOL * largest_shard))
     for name, folder, needed in folders:
         free = shutil.disk_usage(_existing(folder)).free
         seconds = free / rate.bytes_per_second if rate and rate.bytes_per_second else None

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hiddenq.doctor.findings import Finding, error, gib, ok, warning
+from hiddenq.storage.files import file_system
+from hiddenq.storage.spool import SHARDS_IN_SPOOL
 
 MIN_SHM_BYTES = 256 << 20
-SHARDS_IN_SPOOL = 8
-"""A spool should hold so many of the largest shards: each GPU's ring and what the uploaders have in hand."""
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p")
 
 
-def check_spool(folder: Path, *, max_shard_bytes: int, mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
+def check_spool(folder: Path, *, max_shard_bytes: int, mounts: Path = Path("/proc/self/mounts")) -> Iterator[Finding]:
     """Whether a spool at `folder` can be written, is on a local disk, and holds several shards."""
     place = _nearest(folder)
     if not os.access(place, os.W_OK | os.X_OK):
@@ -32,7 +32,7 @@ def check_spool(folder: Path, *, max_shard_bytes: int, mounts: Path = Path("/pro
             "its owner",
         )
         return
-    kind = file_system(place, mounts)
+    kind = file_system(place.resolve(), mounts)
     if kind == "overlay":
         yield warning(
             f"spool {folder} lies in the container's own layer",
@@ -99,18 +99,6 @@ def check_cache(folder: Path) -> Finding:
             f"mount -o remount,exec {place}, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to another disk",
         )
     return ok(f"cache {folder} can be written and run from")
-
-
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Type of the file system a path lies on, such as ext4, tmpfs, nfs4, overlay."""
-    path = path.resolve()
-    best, kind = "", "unknown"
-    for line in mounts.read_text().splitlines():
-        _, point, found, *_ = line.split()
-        point = point.replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, found
-    return kind
 
 
 def _nearest(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from hiddenq.contracts.errors import ObjectMissing, StoreRefused
 from hiddenq.reader.buffers import BufferPool
 from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage.files import file_system
 
 LocalFiles = Literal["auto", "read", "map"]
 MAX_OPEN_FILES = 256
@@ -106,21 +107,6 @@ class ProcessFiles:
         if self._local_files == "auto" and self._lasts(path.parent):
             return _KeptFile(path, self._buffers)
         return _ReadFile(path, self._buffers)
-
-
-def file_system(path: Path) -> str:
-    """Kind of the file system that a path lies on, `""` if it can't be told."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    found, longest = "", -1
-    for line in mounts:
-        _, folder, kind, *_ = line.split(" ")
-        folder = folder.encode().decode("unicode_escape")
-        if len(folder) > longest and path.is_relative_to(folder):
-            found, longest = kind, len(folder)
-    return found
 
 
 class _ReadFile:

@@ -50,6 +50,18 @@ def regular_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield entry.name, entry.stat(follow_symlinks=False)
 
 
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Kind of the file system that a path lies on, such as ext4, nfs4 or overlay; `unknown` if it can't be told."""
+    found, longest = "unknown", -1
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, folder, kind, *_ = line.split(" ")
+            folder = folder.encode().decode("unicode_escape")
+            if len(folder) >= longest and path.is_relative_to(folder):
+                found, longest = kind, len(folder)
+    return found
+
+
 def ensure_folder(folder: Path) -> None:
     """Create a folder and its parents, each of them on disk when this returns."""
     missing = []

@@ -34,6 +34,8 @@ HIGH_SHARE = 0.8
 """High mark by default, and at most: this share of what the disk has left for the spool."""
 LOW_SHARE = 0.75
 """Low mark by default: this share of the high mark."""
+SHARDS_IN_SPOOL = 8
+"""A spool should hold so many of the largest shards: each GPU's ring and what the uploaders have in hand."""
 _PAUSED = ".paused"
 _PAUSED_SECONDS = 60
 """Refused reservations renew the pause; one that nobody renewed for so long is over."""

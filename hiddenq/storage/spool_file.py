@@ -53,14 +53,6 @@ class SpoolFile:
         self._final = folder / file_name
         self._locked = locked
 
-    def resize(self, num_bytes: int) -> None:
-        """Cut the file to its real size, or let it grow (raises `OSError` if the disk is full)."""
-        size = os.fstat(self.fd).st_size
-        if num_bytes > size:
-            allocate(self.fd, num_bytes)
-        elif num_bytes < size:
-            os.ftruncate(self.fd, num_bytes)
-
     def publish(self, *, fsync: bool = False) -> Path:
         """Give the file its final name; on disk before this returns if `fsync`."""
         if fsync:

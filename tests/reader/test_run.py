@@ -23,7 +23,7 @@ from hiddenq.contracts.errors import (
     UsageError,
 )
 from hiddenq.reader import files, open_run
-from hiddenq.reader.files import LocalFiles, file_system
+from hiddenq.reader.files import LocalFiles
 from tests.support.made_run import MadeRun, write_index
 
 Make = Callable[..., MadeRun]
@@ -177,11 +177,6 @@ def test_a_truncated_shard_is_refused_by_a_finished_and_by_a_going_run(make: Mak
         open_run(made.folder)[made.sample_ids[0][-1]]
     with pytest.raises(DamagedShard, match=going.shard_keys[0]):
         open_run(going.folder)
-
-
-def test_the_kind_of_a_file_system_is_that_of_its_innermost_mount() -> None:
-    assert file_system(Path("/proc/self/status")) == "proc"
-    assert file_system(Path("/sys/kernel")) == "sysfs"
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
