@@ -96,7 +96,9 @@ def exit_status(arguments: list[str]) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in _OF_A_DISK:
             return _fault(error)
-        _say(f"{error.filename or 'a disk'}: {error.strerror}; is it there, and may this user use it?")
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room, then the same again" if is_full else "is it there, and may this user use it?"
+        _say(f"{error.filename or 'a disk'}: {error.strerror}; {remedy}")
         is_started_again = bool(arguments) and arguments[0].endswith("-process") and error.errno in _OF_A_DISK
         return RetryableError.exit_status if is_started_again else UserError.exit_status
     except Exception as error:

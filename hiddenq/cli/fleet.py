@@ -19,11 +19,10 @@ Host = Annotated[str, typer.Argument(help="Host name, as `status` shows it.")]
 @grouped
 def drain(host: Host, queue: QueueOptions) -> int:
     """Let a host finish what it has, and claim nothing more."""
-    from hiddenq.delivery import connect
-    from hiddenq.delivery import drain as drain_host
+    from hiddenq import delivery
 
-    with contextlib.closing(connect(queue.redis_url)) as client:
-        typer.echo(f"{drain_host(client, host)} workers of {host} claim nothing more")
+    with contextlib.closing(delivery.connect(queue.redis_url)) as client:
+        typer.echo(f"{delivery.drain(client, host)} workers of {host} claim nothing more")
     return 0
 
 
@@ -31,11 +30,10 @@ def drain(host: Host, queue: QueueOptions) -> int:
 @grouped
 def forget(host: Host, queue: QueueOptions) -> int:
     """Expect a host no longer: its workers are off the lists, and it may join again."""
-    from hiddenq.delivery import connect
-    from hiddenq.delivery import forget as forget_host
+    from hiddenq import delivery
 
-    with contextlib.closing(connect(queue.redis_url)) as client:
-        typer.echo(f"{forget_host(client, host)} workers of {host} forgotten")
+    with contextlib.closing(delivery.connect(queue.redis_url)) as client:
+        typer.echo(f"{delivery.forget(client, host)} workers of {host} forgotten")
     return 0
 
 
@@ -43,9 +41,8 @@ def forget(host: Host, queue: QueueOptions) -> int:
 @grouped
 def cancel(run: Annotated[str, typer.Argument(help="Run id.")], queue: QueueOptions) -> int:
     """Take a run's waiting batches out of the queue; what is committed stays, and `produce` enqueues the rest again."""
-    from hiddenq.delivery import cancel as cancel_run
-    from hiddenq.delivery import connect
+    from hiddenq import delivery
 
-    with contextlib.closing(connect(queue.redis_url)) as client:
-        typer.echo(f"{cancel_run(client, run)} batches taken out of the queue")
+    with contextlib.closing(delivery.connect(queue.redis_url)) as client:
+        typer.echo(f"{delivery.cancel(client, run)} batches taken out of the queue")
     return 0

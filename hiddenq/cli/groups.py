@@ -64,9 +64,16 @@ class InputOptions:
         bool, _option(_MODEL, text="Run a quantised checkpoint in the forward pass's dtype, not natively.")
     ] = False
     storage_dtype: Annotated[
-        str | None, _option(_MODEL, text="Dtype of the stored states: bfloat16, float16, float32 or float8_e4m3fn.")
+        str | None,
+        _option(
+            _MODEL,
+            text="Dtype of the stored states: bfloat16, float16, float32 or float8_e4m3fn; by default the model's.",
+        ),
     ] = None
-    max_length: Annotated[int | None, _option(_DATA, text="The longest sample, in tokens.")] = None
+    max_length: Annotated[
+        int | None,
+        _option(_DATA, text="The longest sample, in tokens; by default what model and --token-budget allow."),
+    ] = None
     length_policy: Annotated[str, _option(_DATA, text="What happens to a longer one: truncate or drop.")] = "truncate"
     token_budget: Annotated[int, _option(_DATA, text="The most padded tokens in a batch.")] = 32768
     max_shard_bytes: Annotated[int, _option(_DATA, text="The largest shard, in bytes.")] = 1 << 30

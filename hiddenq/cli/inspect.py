@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -32,26 +33,33 @@ failed = typer.Typer(help="Batches set aside after their last attempt.", no_args
 app.add_typer(failed, name="failed", rich_help_panel=PANEL)
 
 OutOption = Annotated[str | None, typer.Option(help="Output location of the run.")]
-RunOption = Annotated[str | None, typer.Option(help="Run id, where a Redis holds several.")]
 Batches = Annotated[list[str] | None, typer.Argument(metavar="[BATCH]...", help="Batch ids; all by default.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which run is meant: by `--out` (a local run's Redis is found by it alone) or by `--run`."""
+
+    out: OutOption = None
+    run: Annotated[str | None, typer.Option(help="Run id, where a Redis holds several.")] = None
+
+
 @contextlib.contextmanager
-def _open_run(out: str | None, run: str | None, queue: QueueOptions, store: StoreOptions) -> Iterator[_Opened]:
-    """The Redis and the id of one run, by `--out` (a local run's is found by it alone) or by `--run`."""
+def _open_run(meant: RunOptions, queue: QueueOptions, store: StoreOptions) -> Iterator[_Opened]:
+    """The Redis and the id of the run that is meant."""
     from hiddenq.delivery import connect, load_run
     from hiddenq.storage import open_store
     from hiddenq.storage.runfiles import load_run_json
 
-    if out is None:
+    if meant.out is None:
         with contextlib.closing(connect(queue.redis_url)) as client:
-            yield _Opened(client, load_run(client, run).run)
+            yield _Opened(client, load_run(client, meant.run).run)
         return
-    location = open_store(out, store.settings)
+    location = open_store(meant.out, store.settings)
     location.check_readable()
     config = load_run_json(location)
     if config is None:
-        raise UsageError(f"--out {out}: no run.json there; start with `hiddenq run`")
+        raise UsageError(f"--out {meant.out}: no run.json there; start with `hiddenq run`")
     with state.redis_of(location, queue.redis_url) as client:
         yield _Opened(client, load_run(client, config.run).run)
 
@@ -64,10 +72,9 @@ class _Opened(NamedTuple):
 @app.command(rich_help_panel=PANEL)
 @grouped
 def status(
+    meant: RunOptions,
     queue: QueueOptions,
     store: StoreOptions,
-    out: OutOption = None,
-    run: RunOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep looking, once a second.")] = False,
     json: Json = False,
 ) -> int:
@@ -75,7 +82,7 @@ def status(
     from hiddenq.monitor import run_status
     from hiddenq.monitor.render import render
 
-    with _open_run(out, run, queue, store) as opened:
+    with _open_run(meant, queue, store) as opened:
         if json:
             typer.echo(run_status(opened.client, opened.run).model_dump_json(indent=2))
         elif watch:
@@ -91,10 +98,9 @@ def status(
 @failed.command("list")
 @grouped
 def failed_list(
+    meant: RunOptions,
     queue: QueueOptions,
     store: StoreOptions,
-    out: OutOption = None,
-    run: RunOption = None,
     limit: Annotated[
         int, typer.Option(min=0, metavar="N", envvar="HIDDENQ_FAILED_LIMIT", help="Show the first N; 0: all.")
     ] = LIST_LIMIT,
@@ -103,7 +109,7 @@ def failed_list(
     """List dead letters, oldest first."""
     from hiddenq.delivery import each_dead_letter, num_dead
 
-    with _open_run(out, run, queue, store) as opened:
+    with _open_run(meant, queue, store) as opened:
         letters = each_dead_letter(opened.client, opened.run)
         if json:
             lines = (orjson.dumps(letter.model_dump(mode="json")).decode() for letter in letters)
@@ -129,15 +135,14 @@ def failed_list(
 @grouped
 def failed_show(
     batch: Annotated[str, typer.Argument(help="Batch id.")],
+    meant: RunOptions,
     queue: QueueOptions,
     store: StoreOptions,
-    out: OutOption = None,
-    run: RunOption = None,
 ) -> int:
     """Show one dead letter: every attempt with host, device, time and traceback."""
     from hiddenq.delivery import each_dead_letter
 
-    with _open_run(out, run, queue, store) as opened:
+    with _open_run(meant, queue, store) as opened:
         letter = next(each_dead_letter(opened.client, opened.run, [batch]), None)
     if letter is None:
         raise UsageError(f"{batch}: no dead letter of that batch; `hiddenq failed list` has them")
@@ -154,26 +159,22 @@ def failed_show(
 
 @failed.command("retry")
 @grouped
-def failed_retry(
-    queue: QueueOptions, store: StoreOptions, batches: Batches = None, out: OutOption = None, run: RunOption = None
-) -> int:
+def failed_retry(meant: RunOptions, queue: QueueOptions, store: StoreOptions, batches: Batches = None) -> int:
     """Give dead letters all their attempts again; a `run` or the fleet's workers then take them."""
     from hiddenq.delivery import retry_dead
 
-    with _open_run(out, run, queue, store) as opened:
+    with _open_run(meant, queue, store) as opened:
         typer.echo(f"{retry_dead(opened.client, opened.run, batches or None)} batches queued again")
     return 0
 
 
 @failed.command("drop")
 @grouped
-def failed_drop(
-    queue: QueueOptions, store: StoreOptions, batches: Batches = None, out: OutOption = None, run: RunOption = None
-) -> int:
+def failed_drop(meant: RunOptions, queue: QueueOptions, store: StoreOptions, batches: Batches = None) -> int:
     """Forget dead letters; their batches count as not done until a later `run`."""
     from hiddenq.delivery import drop_dead
 
-    with _open_run(out, run, queue, store) as opened:
+    with _open_run(meant, queue, store) as opened:
         typer.echo(f"{drop_dead(opened.client, opened.run, batches or None)} dead letters dropped")
     return 0
 

@@ -72,12 +72,15 @@ def run(
         producer_settings = producer_settings.model_copy(
             update={"limit": min(inputs.limit or TEST_SAMPLES, TEST_SAMPLES)}
         )
+    devices = tuple(resolve_devices(host.devices, gpus_per_worker=compute.gpus_per_worker))
+    if host.devices == "auto" and devices == ("cpu",):
+        typer.echo("no NVIDIA GPU is visible here: the CPU computes (`hiddenq doctor` says why)")
     return local.run(
         local.RunSettings(
             producer=producer_settings,
             out=out,
             store=store.settings,
-            devices=tuple(resolve_devices(host.devices, gpus_per_worker=compute.gpus_per_worker)),
+            devices=devices,
             num_uploaders=host.uploaders,
             spool=host.spool,
             redis_url=queue.redis_url,

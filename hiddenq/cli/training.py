@@ -49,6 +49,7 @@ def export(
     from hiddenq.reader import ExportSettings
     from hiddenq.reader import export as export_run
     from hiddenq.reader.exports import STATEMENT
+    from hiddenq.reader.exports.settings import FORMATS
 
     asked: dict[str, object] = {
         "format": to,
@@ -60,6 +61,8 @@ def export(
         "seq_length": seq_length,
         "draft_vocab_size": draft_vocab_size,
     }
+    if to not in FORMATS:
+        raise UsageError(f"--to {to}: expected one of {', '.join(FORMATS)}")
     settings = ExportSettings.model_validate({name: value for name, value in asked.items() if value is not None})
     with TerminalProgress() as bars:
         report: ExportReport = export_run(
@@ -79,7 +82,12 @@ def export(
     typer.echo(f"layers {statement.consumer_layer_ids} ({statement.consumer_layer_convention})")
     if skipped := len(statement.skipped_sample_ids):
         typer.echo(f"{skipped:,} samples are of no use to this trainer; {STATEMENT} names them")
-    return 0
+    if report.num_not_there:
+        typer.echo(
+            f"not complete: {report.num_not_there:,} samples of the run are not in its store yet; end the run with "
+            "`hiddenq run`, then export it to another --dest"
+        )
+    return int(report.num_not_there > 0)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -97,8 +105,9 @@ def sample(
 
     run = open_run(out, store.settings)
     if sample_id not in run:
+        missing = f" ({run.num_not_there:,} of its samples are not there yet)" if run.num_not_there else ""
         raise UsageError(
-            f"{sample_id}: no such sample; this run has {len(run):,}, and rejected.jsonl says what it left out"
+            f"{sample_id}: no such sample; this run has {len(run):,}{missing}, and rejected.jsonl says what it left out"
         )
     Console().print(show_sample(run, sample_id, model=model))
     return 0
