@@ -1,6 +1,6 @@
 """The reference job on paper: 913,786 samples through a 27B model, five layers, on 8 GPUs; and larger fleets.
 
-    python -m benchmarks.reference_job --tokens-per-second 10941 --redis-milliseconds 0.47 --start-seconds 94
+    python -m benchmarks.reference_job --tokens-per-second 11060 --redis-milliseconds 0.47 --start-seconds 94
 
 The plan is the producer's own, cut from as many log-normal lengths. The fleet is simulated in virtual time: each worker
 claims ahead, one batch after another, longest first; Redis serves one batch after another; some workers are slow, some
@@ -60,6 +60,7 @@ class Costs:
 
 
 def main() -> None:
+    """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens-per-second", type=float, required=True, help="of one GPU, measured")
     parser.add_argument("--redis-milliseconds", type=float, required=True, help="of Redis's core a batch, measured")

@@ -132,6 +132,7 @@ CONTENDERS: dict[str, Callable[[Job], Send]] = {
 
 
 def main() -> None:
+    """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--mebibytes", type=int, default=256, help="size of each file")

@@ -5,7 +5,9 @@ Invariant: seeded, so every part of a benchmark, and every repetition, sees the 
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,27 +78,15 @@ def make_workload(folder: Path, shape: str, *, num_samples: int, tiny: bool) -> 
 def build_model(shape: str, device: str) -> Any:
     """The whole causal model with seeded random weights."""
     config = SHAPES[shape]()
-    torch.manual_seed(0)
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, str(config.dtype).removeprefix("torch.")))
-    try:
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config).eval()
-    finally:
-        torch.set_default_dtype(former)
+    with _seeded(config, device):
+        return AutoModelForCausalLM.from_config(config).eval()
 
 
 def build_decoder(shape: str, device: str) -> Any:
     """The same without a head, as a worker would have loaded it."""
     config = SHAPES[shape]()
-    torch.manual_seed(0)
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, str(config.dtype).removeprefix("torch.")))
-    try:
-        with torch.device(device):
-            model = AutoModel.from_config(config, attn_implementation="sdpa").eval()
-    finally:
-        torch.set_default_dtype(former)
+    with _seeded(config, device):
+        model = AutoModel.from_config(config, attn_implementation="sdpa").eval()
     return LoadedModel(model=model, config=config, attention="sdpa", quantization=None)
 
 
@@ -110,3 +100,16 @@ def write_workload(workload: Workload, shape: str, model: Any) -> None:
     with workload.data.open("w") as file:
         for row in workload.rows():
             file.write(json.dumps({"input_ids": row}) + "\n")
+
+
+@contextlib.contextmanager
+def _seeded(config: Any, device: str) -> Iterator[None]:
+    """Weights made inside are the same each time, in the config's dtype, on the device."""
+    torch.manual_seed(0)
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, str(config.dtype).removeprefix("torch.")))
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(former)
