@@ -15,6 +15,7 @@ torch itself is imported by `serve`, after the environment of its allocator and 
     report.py       what the worker says of itself    failures.py     failures in a row
     feed.py         claims, made ready                engine.py       the device's side of the pipeline
     warmup.py       proof and tuning at start         rotary.py       scaling that forgets earlier batches
+    run_table.py    the runs that a worker serves
 """
 
 from gpu_worker.settings import WorkerSettings

@@ -77,7 +77,7 @@ class OwnerMark:
         """Take the location.
 
         Raises:
-            RunMismatch: another host's `run` has it.
+            RunMismatch: another `run` has it, with another Redis than this one's.
         """
         found = self._read()
         if found and not is_gone(found):

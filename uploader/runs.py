@@ -34,6 +34,7 @@ class OpenRun:
 
     @property
     def config(self) -> RunConfig:
+        """What `run.json` says."""
         return self.record.config
 
 

@@ -19,7 +19,7 @@ import secrets
 import subprocess
 from pathlib import Path
 
-REDIS_UID, GRAFANA_UID, PROMETHEUS_UID = 999, 472, 65534
+REDIS_UID, GRAFANA_UID = 999, 472
 OWNERS = {
     "redis-admin": REDIS_UID,
     "redis-worker": 10001,

@@ -63,7 +63,7 @@ def held(selector: str) -> str:
 
 def alerts(timing: Timing = DEFAULT_TIMING) -> tuple[Alert, ...]:
     """All alerts, critical ones first within each subject."""
-    return (*_of_gpu_workers(timing), *_of_runs(timing), *_of_uploads(timing), *_of_the_middle(timing))
+    return (*_of_gpu_workers(timing), *_of_runs(), *_of_uploads(timing), *_of_the_middle(timing))
 
 
 def _gpu(family: str) -> str:
@@ -194,7 +194,7 @@ def _of_gpu_workers(timing: Timing) -> tuple[Alert, ...]:
     )
 
 
-def _of_runs(timing: Timing) -> tuple[Alert, ...]:
+def _of_runs() -> tuple[Alert, ...]:
     work = (
         'sum by (run) (hiddenq_monitor_queue_depth{queue="extract"} + hiddenq_monitor_queue_started{queue="extract"})'
     )
