@@ -149,6 +149,11 @@ class Run:
         return self._local.store(self.uri, self._settings)
 
     @property
+    def num_not_there(self) -> int:
+        """Samples of the plan that the store did not hold when the run was opened."""
+        return max(0, self.config.num_samples - len(self))
+
+    @property
     def is_local(self) -> bool:
         """Whether the shards lie on a local disk, so that the kernel can read ahead."""
         return self._local.are_local(self.store)
@@ -187,7 +192,10 @@ class Run:
         try:
             return self.index.position(sample_id)
         except KeyError:
-            raise KeyError(f"sample {sample_id} is not in run {self.config.run} ({len(self)} samples)") from None
+            missing = f", {self.num_not_there} not there yet" if self.num_not_there else ""
+            raise KeyError(
+                f"sample {sample_id} is not in run {self.config.run} ({len(self)} samples{missing})"
+            ) from None
 
     def _range(self, at: int, begin: int, end: int) -> torch.Tensor:
         """Bytes `begin` to `end` of the sample at a position of the index."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hiddenq.cli import exit_status, training  # noqa: F401  registers `export`
 from hiddenq.contracts.errors import DamagedShard, UsageError
 from hiddenq.reader import open_run
 from hiddenq.reader.exports import STATEMENT, ExportSettings, ExportStatement, export
@@ -254,12 +255,32 @@ def test_an_export_that_fails_is_not_called_complete_and_leaves_no_half_file(mak
 
 def test_another_export_is_never_mixed_in(model_run: MadeRun, make: Make, tmp_path: Path) -> None:
     export(model_run.folder, ExportSettings(format="eagle"), tmp_path / "out")
-    with pytest.raises(UsageError, match="another export is there"):
+    with pytest.raises(UsageError, match=r"another export is there \(settings: seed None there, seed 1 asked for\)"):
         export(model_run.folder, ExportSettings(format="eagle", seed=1), tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/precious.txt").write_text("x")
     with pytest.raises(UsageError, match=r"not empty \(precious.txt is there\)"):
         export(model_run.folder, ExportSettings(format="eagle"), tmp_path / "full")
+
+
+def test_an_export_of_a_going_run_says_what_it_lacks(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(num_committed=2)
+    command = ("export", "--out", str(made.folder), "--to", "speculators", "--dest")
+    num_missing = len(made.samples) - len(made.sample_ids[0] + made.sample_ids[1])
+    assert exit_status([*command, str(tmp_path / "half")]) == 1
+    assert f"not complete: {num_missing} samples of the run are not in its store yet" in capsys.readouterr().out
+    made = make()
+    assert exit_status(["export", "--out", str(made.folder), *command[3:], str(tmp_path / "whole")]) == 0
+    assert "not complete" not in capsys.readouterr().out
+
+
+def test_an_unknown_trainer_is_refused_by_the_options_own_name(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(["export", "--out", "x", "--to", "vllm", "--dest", str(tmp_path / "out")]) == 2
+    assert "--to vllm: expected one of speculators, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("below", ["", "export", "states/export"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from hiddenq.cli import exit_status, training  # noqa: F401  registers `sample`
 from hiddenq.reader import open_run, show_sample
 from hiddenq.reader.show import CLOSE, OPEN, layer_norms
 from tests.support.made_run import MadeRun
@@ -89,6 +90,20 @@ def test_control_characters_do_not_reach_the_terminal(make: Make, monkeypatch: p
 def test_a_sample_that_is_not_there_is_a_key_error(make: Make) -> None:
     with pytest.raises(KeyError, match="sample 2 is not in run made"):
         show_sample(open_run(make().folder), 2)
+
+
+def test_a_sample_that_is_not_there_yet_is_told_from_one_that_never_will_be(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(num_committed=2)
+    run = open_run(made.folder)
+    missing = next(sample_id for sample_id in made.samples if sample_id not in run)
+    text = f"{run.num_not_there}"
+    assert run.num_not_there == len(made.samples) - len(run) > 0
+    with pytest.raises(KeyError, match=f"{text} not there yet"):
+        show_sample(run, missing)
+    assert exit_status(["sample", str(missing), "--out", str(made.folder)]) == 2
+    assert f"({text} of its samples are not there yet)" in capsys.readouterr().err
 
 
 def test_norms_are_those_of_the_states(make: Make) -> None:

@@ -131,7 +131,8 @@ class VerifyReport(Versioned):
         if self.ok:
             lines.append("verified: every sample once, every byte as recorded")
         else:
-            lines.append(f"NOT VERIFIED: {sum(self.num_findings.values()):,} findings")
+            count = sum(self.num_findings.values())
+            lines.append(f"NOT VERIFIED: {count:,} finding{'s' * (count != 1)}")
         return lines
 
 

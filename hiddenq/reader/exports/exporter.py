@@ -73,6 +73,8 @@ class ExportReport(Versioned):
     """Objects that were there already."""
     num_bytes: int
     """Bytes written now."""
+    num_not_there: int
+    """Samples of the run that its store does not hold yet, and so the export neither."""
     statement: ExportStatement
 
 
@@ -110,6 +112,7 @@ def export(
         num_written=writer.num_written,
         num_kept=writer.num_kept,
         num_bytes=writer.num_bytes,
+        num_not_there=run.num_not_there,
         statement=done,
     )
 
@@ -176,11 +179,20 @@ def _begin(store: ObjectStore, statement: ExportStatement) -> set[str]:
         raise UsageError(f"--dest {store.uri}: {STATEMENT} there can't be read; name another place") from error
     for name, asked in statement:
         if name not in ("complete", "skipped_sample_ids", "source") and getattr(found, name) != asked:
+            there, asked = (_shown(value, found, statement) for value in (getattr(found, name), asked))
             raise UsageError(
-                f"--dest {store.uri}: another export is there ({name}: {getattr(found, name)} there, "
-                f"{asked} asked for); name another place"
+                f"--dest {store.uri}: another export is there ({name}: {there} there, {asked} asked for); "
+                "name another place"
             )
     return {info.key for info in store.list()}
+
+
+def _shown(value: object, found: ExportStatement, asked: ExportStatement) -> str:
+    """A statement's value for a person: of settings only those that differ."""
+    if not isinstance(value, ExportSettings):
+        return str(value)
+    differing = [name for name, there in found.settings if getattr(asked.settings, name) != there]
+    return ", ".join(f"{name} {getattr(value, name)}" for name in differing)
 
 
 def _exists(store: ObjectStore) -> bool:
