@@ -63,6 +63,8 @@ def identify_model(
     is_folder = folder.is_dir()
     if is_folder and not (folder / "config.json").is_file():
         raise ModelError(f"--model {model}: the folder holds no config.json; name a transformers checkpoint")
+    if folder.is_file():
+        raise ModelError(f"--model {model}: a file; name the folder of a transformers checkpoint")
     if not is_folder and is_path(model):
         raise ModelError(f"--model {model}: no such folder")
     local_only = is_folder or not hub_answers()

@@ -7,6 +7,7 @@ store once more; that is done again by the same producer that did it first.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ MAX_COMPARISONS = 2
 """So often plan, queue and store are compared again before a run that does not move is given up."""
 GRACE_SECONDS = 120.0
 """What is on a GPU may take so long to end after SIGTERM."""
+STOPPING = f"stopping: each worker ends its batch, {GRACE_SECONDS:g} s at most; Ctrl-C again hands batches back at once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,10 @@ class Pipeline:
                         return reason
                     num_comparisons += 1
                     producer.start_again()  # plan against store, once more: nothing may be missing from the queue
+        except Interrupted as interrupted:
+            if interrupted.number == signal.SIGINT:  # somebody watches
+                progress.say(STOPPING)
+            raise
         finally:
             try:
                 supervisor.stop(GRACE_SECONDS)

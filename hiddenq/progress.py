@@ -108,6 +108,10 @@ class RunProgress:
             return
         self._show()
 
+    def say(self, text: str) -> None:
+        """Print a line above what is shown."""
+        self._console.print(f"{self._run}: {text}", highlight=False, soft_wrap=True)
+
     def _show(self) -> None:
         self._has_worker |= any(worker.alive and worker.role == "gpu_worker" for worker in self._status.workers)
         if self._live:

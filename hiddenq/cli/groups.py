@@ -67,7 +67,7 @@ class InputOptions:
         str | None,
         _option(
             _MODEL,
-            text="Dtype of the stored states: bfloat16, float16, float32 or float8_e4m3fn; by default the model's.",
+            text="Dtype of the stored states: bfloat16, float16, float32 or float8_e4m3fn; by default --dtype's.",
         ),
     ] = None
     max_length: Annotated[

@@ -84,8 +84,9 @@ def test_an_interrupted_run_ends_its_children_and_goes_on_later(
     process = hiddenq.start(*arguments)
     wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
     process.send_signal(signal.SIGINT)
-    status, _, errors = communicate(process)
+    status, said, errors = communicate(process)
     assert status == 130
+    assert "stopping: each worker ends its batch, 120 s at most; Ctrl-C again" in said
     assert "the same command goes on from here" in errors
     assert processes_with(str(out)) == []
     assert not (out / "manifest.json").exists()

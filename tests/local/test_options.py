@@ -79,7 +79,7 @@ def test_a_wrong_command_line_is_one_line_and_status_2(
     [
         ("run", FileNotFoundError(errno.ENOENT, "No such file", "/data/x"), 2, "hiddenq: /data/x: No such file; is it"),
         ("run", PermissionError(errno.EACCES, "Permission denied", "/data/x"), 2, "/data/x: Permission denied"),
-        ("run", OSError(errno.ENOSPC, "No space left on device"), 2, "a disk: No space left on device"),
+        ("run", OSError(errno.ENOSPC, "No space left on device"), 2, "a disk: No space left on device; make room"),
         ("worker-process", OSError(errno.ENOSPC, "No space left on device"), 1, "a disk: No space left"),
         (
             "worker-process",

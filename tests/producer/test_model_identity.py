@@ -125,6 +125,7 @@ def test_dequantising_what_is_not_quantised_is_refused(tmp_path: Path) -> None:
     ("make", "text"),
     [
         (lambda folder: None, "no such folder"),
+        (lambda folder: folder.write_text("{}"), "a file; name the folder of a transformers checkpoint"),
         (lambda folder: folder.mkdir(), "the folder holds no config.json"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "its config.json can't be used"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text('{"model_type": "no such"}')),
