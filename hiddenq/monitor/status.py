@@ -116,7 +116,7 @@ class Look:
             share=1.0 if complete else totals.num_tokens / max(1, config.num_tokens),
             complete=complete,
             rate=rate,
-            mean_rate=mean,
+            mean_rate=None if complete else mean,  # the time since the end would count
             eta_seconds=eta,
             eta_at=None if eta is None else self.snapshot.now + eta,
             batch_p99_seconds=p99,

@@ -77,6 +77,16 @@ def test_a_run_is_complete_when_its_last_batch_is_committed_and_not_before(redis
         assert "complete" in shown(status)
 
 
+def test_the_time_after_the_end_of_a_run_does_not_slow_its_mean(redis_client: redis.Redis) -> None:
+    with made_fleet(redis_client, made_record(num_batches=1)) as (worker, uploader):
+        run_status(redis_client)
+        worker.extract()
+        uploader.upload()
+        for _ in range(2):
+            assert run_status(redis_client).mean_rate is None
+        assert "mean" not in shown(run_status(redis_client))
+
+
 def test_a_status_typed_once_knows_a_rate_by_the_workers_and_later_by_the_ledger(redis_client: redis.Redis) -> None:
     record = made_record(num_batches=6)
     with made_fleet(redis_client, record) as (worker, uploader):
