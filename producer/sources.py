@@ -187,6 +187,8 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
     import boto3
     import botocore.exceptions
 
+    from hiddenq.storage.s3_errors import translate
+
     bucket, _, wanted = uri.removeprefix("s3://").partition("/")
     if not bucket or not wanted:
         raise DatasetError(f"--data {uri}: expected s3://bucket/key, a pattern, or a prefix that ends in /")
@@ -203,7 +205,7 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
                 client.download_file(bucket, key, str(path))
             found.append(InputFile(name=f"s3://{bucket}/{key}", path=path))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
-        raise DatasetError(f"--data {uri}: {error}") from error
+        raise DatasetError(str(translate(error, f"--data {uri}"))) from error
     return found
 
 

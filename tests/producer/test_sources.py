@@ -51,6 +51,15 @@ def test_data_that_is_not_there_is_one_line(tmp_path: Path, entry: str, text: st
     assert "\n" not in str(refused.value)
 
 
+def test_a_bucket_without_credentials_says_which_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(DatasetError, match=r"--data s3://b/x\.jsonl: no credentials found; set AWS_ACCESS_KEY_ID"):
+        resolve_data(["s3://b/x.jsonl"], lambda: tmp_path / "scratch")
+
+
 def test_a_dataset_of_several_splits_must_name_one(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DatasetError, match="it holds the splits train, test; name one"):
