@@ -40,7 +40,7 @@ class Look:
     """The server's run id: another one after each restart."""
 
 
-class Watch:
+class Evidence:
     """Whether this process has seen enough, without a break, to call anyone dead."""
 
     def __init__(self, settings: DeliverySettings) -> None:
@@ -101,7 +101,7 @@ class Reaping:
         self._settings = settings
         self._run = Scripts(client).run
         self._moves = Transitions(client, settings)
-        self._watch = Watch(settings)
+        self._evidence = Evidence(settings)
         self._clock = clock
         self._exc = jobs.pack_traceback(DIED)
 
@@ -115,23 +115,23 @@ class Reaping:
             with away_errors():
                 return self._once()
         except RedisAway:
-            self._watch.restart()
+            self._evidence.restart()
             raise
 
     def execution_is_dead(self, execution: str) -> bool:
         """Whether an execution was not renewed for three leases; False while the evidence is weak."""
-        return self._watch.is_long_enough and execution_is_dead(self._client, execution, self._settings)
+        return self._evidence.is_long_enough and execution_is_dead(self._client, execution, self._settings)
 
     def _once(self) -> Reaped | None:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.time()
         pipeline.info("server")
         (seconds, microseconds), server = pipeline.execute()
-        if not self._watch.see(Look(self._clock(), seconds + microseconds / 1e6, str(server["run_id"]))):
+        if not self._evidence.see(Look(self._clock(), seconds + microseconds / 1e6, str(server["run_id"]))):
             return None
         verdict, _, back, dead, woken, *spools = self._run(
             "reap",
-            expected_now=self._watch.expected(self._clock()),
+            expected_now=self._evidence.expected(self._clock()),
             tolerance_seconds=self._settings.clock_tolerance_seconds,
             lease_seconds=self._settings.lease_seconds,
             max_attempts=self._settings.max_attempts,
@@ -140,7 +140,7 @@ class Reaping:
             exc=self._exc,
         )
         if verdict == b"jump":
-            self._watch.restart()
+            self._evidence.restart()
             telemetry.logger().warning("redis_clock_jumped", next="reaping waits for a whole lease")
             return None
         remade = sum(self._remake_all(spool.decode()) for spool in spools)

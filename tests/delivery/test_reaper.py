@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hiddenq.contracts.errors import LeaseLost
 from hiddenq.delivery import DeliverySettings, Reaper, dead_letters, retry_dead
-from hiddenq.delivery.reaper import Look, Reaping, Watch
+from hiddenq.delivery.reaper import Evidence, Look, Reaping
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.transitions import Failure, Transitions, new_executions
 from tests.delivery.conftest import FAST, FASTER, SPOOL, Bench, shard
@@ -226,10 +226,10 @@ WATCH = DeliverySettings(lease_seconds=30, renew_seconds=5, reap_seconds=5)
 
 
 def watched(*looks: tuple[float, float, str]) -> bool:
-    watch = Watch(WATCH)
+    evidence = Evidence(WATCH)
     answer = False
     for own, theirs, server in looks:
-        answer = watch.see(Look(own, theirs, server))
+        answer = evidence.see(Look(own, theirs, server))
     return answer
 
 
@@ -253,10 +253,10 @@ def test_a_restarted_server_makes_a_process_watch_anew() -> None:
 def test_after_any_jump_of_the_clock_a_whole_lease_passes_before_anyone_is_called_dead(
     jump: float, after: float
 ) -> None:
-    watch = Watch(WATCH)
+    evidence = Evidence(WATCH)
     for second in range(0, 40, 5):
-        watch.see(Look(second, 1000.0 + second, "a"))
+        evidence.see(Look(second, 1000.0 + second, "a"))
     now = 40.0
     while now <= 40.0 + after:
-        assert not watch.see(Look(now, 1000.0 + now + jump, "a"))
+        assert not evidence.see(Look(now, 1000.0 + now + jump, "a"))
         now += 4.9
