@@ -201,3 +201,11 @@ def test_the_install_line_asks_for_nothing_beyond_what_was_tested() -> None:
     would = re.search(r"^Would install (.*)$", done.stdout, re.MULTILINE)
     assert would is not None, done.stdout
     assert re.fullmatch(r"hiddenq-[0-9.]+", would[1]), "packages that the tests ran without"
+
+
+@pytest.mark.parametrize("name", ["deploy/.env", "deploy/join-password", "deploy/ca.pem", "credentials/redis"])
+def test_what_the_deploy_guide_has_one_write_into_the_clone_is_never_committed(name: str, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    ignored = subprocess.run(["git", "-C", str(tmp_path), "check-ignore", "--quiet", name], check=False)
+    assert ignored.returncode == 0
