@@ -51,6 +51,8 @@ class RunTable:
             came = [self._take_up(record) for run, record in live.items() if run not in known]
         except RedisAway:
             return
+        for run in live:
+            self._ended_at.pop(run, None)
         gone = [self._let_go(run) for run in [*self.runs] if run not in live]
         if any(came) or any(gone):
             self._listen([names.extract_queue(run) for run in self.runs])

@@ -28,7 +28,7 @@ from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
 from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
 from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
-from hiddenq.delivery import Consumer, dead_letters, fleet, self_checks
+from hiddenq.delivery import Consumer, dead_letters, fleet, save_run, self_checks
 from hiddenq.delivery import cancel as cancel_run
 from hiddenq.delivery import drain as drain_host
 from hiddenq.storage.runfiles import load_batches, read_token_rows
@@ -349,6 +349,12 @@ def test_a_run_that_ended_is_let_go_with_its_hooks_once_nothing_of_it_can_be_on_
     cancel_run(redis_client, other.config.run)
     table.refresh()
     assert num_hooks() == both, "its last batch may be on the device"
+    save_run(redis_client, other.record)
+    table.refresh()
+    now[0] += KEEP_ENDED_SECONDS
+    cancel_run(redis_client, other.config.run)
+    table.refresh()
+    assert num_hooks() == both, "it was live again in between"
     now[0] += KEEP_ENDED_SECONDS
     table.refresh()
     assert set(table.runs) == {run.config.run}
