@@ -26,7 +26,8 @@ from hiddenq.delivery import Ledger, RunRecord, dead_letters, mark_finished, sel
 from hiddenq.delivery.connection import away_errors
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_batches, load_manifest
-from uploader.index import build_index
+from uploader.index import build_index, indexed_shards
+from uploader.runs import check_same_run
 
 
 def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Manifest:
@@ -35,16 +36,19 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
     `complete` is true if every batch is committed; then the run is marked finished. Concurrent callers take turns.
 
     Raises:
+        RunMismatch: the location's `run.json` is not the run's any more.
         MissingShard: a committed shard is not in the store.
         TransientError: the finishing lock was lost on the way; call again.
         RedisAway, StoreAway: call again later.
     """
     with away_errors(), _finishing(client, record) as still_mine:
+        check_same_run(store, record.config)
         entries = Ledger(client, record.run).entries()
         letters = dead_letters(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
-        if (existing := _readable_manifest(store)) and _is_final(existing, record, batches, entries, store):
+        stored_index = _stored_index(store)
+        if (existing := _readable_manifest(store)) and _is_final(existing, record, batches, entries, stored_index):
             mark_finished(client, record.run)
             return existing
         index = build_index(store, ShardFormat.of_run(record.config), batches, entries, still_mine=still_mine)
@@ -55,7 +59,7 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
                 "run_json_checksum": crc.of_bytes(store.get_bytes(names.RUN_JSON)),
             }
         )
-        if existing and _same(existing, manifest):
+        if existing and _same(existing, manifest) and index == stored_index:
             manifest = existing
         else:
             still_mine()
@@ -149,20 +153,30 @@ def _manifest(
     )
 
 
+def _stored_index(store: ObjectStore) -> bytes | None:
+    with contextlib.suppress(ObjectMissing):
+        return store.get_bytes(names.INDEX)
+    return None
+
+
 def _is_final(
     existing: Manifest,
     record: RunRecord,
     batches: Sequence[BatchPlan],
     entries: Mapping[str, LedgerEntry],
-    store: ObjectStore,
+    index: bytes | None,
 ) -> bool:
-    """Whether everything was in already when the manifest was written: a ledger's entries never change."""
+    """Whether everything was in already when manifest and index were written, and is the same now.
+
+    Shards are compared by name: one that was lost and made again has the size of the first.
+    """
     return (
         existing.complete
         and existing.plan_digest == record.config.plan_digest
         and len(entries) == len(batches) == existing.num_batches_committed
-        and existing.num_bytes == sum(entry.num_bytes for entry in entries.values())
-        and store.stat(names.INDEX) is not None
+        and index is not None
+        and crc.of_bytes(index) == existing.index_checksum
+        and indexed_shards(index) == {(entry.key, entry.checksum) for entry in entries.values()}
     )
 
 

@@ -50,6 +50,12 @@ def build_index(
     return buffer.getvalue()
 
 
+def indexed_shards(index: bytes) -> set[tuple[str, str]]:
+    """Key and checksum of each shard that an index names."""
+    table = pq.read_table(io.BytesIO(index), columns=["shard_key", "checksum"]).group_by(["shard_key", "checksum"])
+    return {(row["shard_key"], row["checksum"]) for row in table.aggregate([]).to_pylist()}
+
+
 def _groups(batches: Sequence[BatchPlan]) -> Iterator[list[BatchPlan]]:
     """Batches whose rows follow one another in one token part, up to so many tokens."""
     group: list[BatchPlan] = []

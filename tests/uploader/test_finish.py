@@ -14,7 +14,7 @@ import redis
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, MissingShard, StoreAway
+from hiddenq.contracts.errors import DamagedShard, MissingShard, RunMismatch, StoreAway
 from hiddenq.contracts.manifest import INDEX_COLUMNS, SelfCheck
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.delivery import Ledger, record_self_check, run_state
@@ -128,6 +128,56 @@ def test_finishing_again_changes_nothing_and_concurrent_finishers_make_one(
     before = (store.folder / names.MANIFEST).stat().st_mtime_ns
     finish_run(redis_client, run.record(store), store)
     assert (store.folder / names.MANIFEST).stat().st_mtime_ns == before
+
+
+def test_a_shard_that_was_lost_after_the_end_and_made_again_is_the_one_that_the_index_names(
+    run: SmallRun, redis_client: redis.Redis, spool: Spool, store: LocalStore
+) -> None:
+    commit(run, redis_client, spool, store)
+    first = finish_run(redis_client, run.record(store), store)
+    ledger = Ledger(redis_client, run.name)
+    lost = ledger.entries()["000001"]
+    store.delete(lost.key)
+    ledger.forget([lost])
+    shard = run.put_into_spool(spool, run.batches[1].job(run.name), "0badcafe")
+    key = names.shard_key("000001", shard.execution)
+    store.put_file(key, spool.path(shard.file_name), checksum=shard.checksum, num_bytes=shard.num_bytes)
+    ledger.adopt([ledger_entry(key, shard)])
+    assert shard.num_bytes == lost.num_bytes, "nothing but its name tells it from the first"
+    second = finish_run(redis_client, run.record(store), store)
+    assert second.complete
+    assert second.index_checksum == crc.of_bytes(store.get_bytes(names.INDEX)) != first.index_checksum
+    named = set(pq.read_table(io.BytesIO(store.get_bytes(names.INDEX)))["shard_key"].to_pylist())
+    assert named == {info.key for info in store.list(names.STATES_PREFIX)}
+    assert finish_run(redis_client, run.record(store), store) == second
+
+
+def test_a_run_json_that_was_changed_on_the_way_is_never_signed_by_a_manifest(
+    run: SmallRun, redis_client: redis.Redis, spool: Spool, store: LocalStore
+) -> None:
+    commit(run, redis_client, spool, store)
+    whole = store.get_bytes(names.RUN_JSON)
+    changed = run.config.model_copy(update={"max_length": run.config.max_length + 1})
+    store.put_bytes(names.RUN_JSON, changed.to_json().encode())
+    with pytest.raises(RunMismatch, match=r"run\.json there .* is not that of run small: max_length: "):
+        finish_run(redis_client, run.record(store), store)
+    assert load_manifest(store) is None
+    store.put_bytes(names.RUN_JSON, whole)
+    assert finish_run(redis_client, run.record(store), store).complete
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_an_index_that_is_gone_or_damaged_is_written_again(
+    run: SmallRun, redis_client: redis.Redis, spool: Spool, store: LocalStore, damage: str
+) -> None:
+    commit(run, redis_client, spool, store)
+    finish_run(redis_client, run.record(store), store)
+    index = store.get_bytes(names.INDEX)
+    store.delete(names.INDEX)
+    if damage == "cut":
+        store.put_bytes(names.INDEX, index[:-1])
+    assert finish_run(redis_client, run.record(store), store).complete
+    assert store.get_bytes(names.INDEX) == index
 
 
 def test_losing_twins_are_removed_and_open_batches_are_left_alone(
