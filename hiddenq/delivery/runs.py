@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import redis
+from pydantic import ValidationError
 
 from hiddenq.contracts import names
 from hiddenq.contracts.base import Frozen
 from hiddenq.contracts.errors import UsageError
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.contracts.run import RunConfig
-from hiddenq.delivery.connection import away_errors, raw, text
+from hiddenq.delivery.connection import away_errors, is_away, raw, text
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.settings import DeliverySettings
 
@@ -49,10 +50,11 @@ def save_run(client: redis.Redis, record: RunRecord) -> None:
 
 
 def list_runs(client: redis.Redis) -> list[RunRecord]:
-    """All runs that Redis knows, by name."""
+    """All runs that Redis knows and this hiddenq can read, by name; another one troubles nobody but itself."""
     with away_errors():
         runs = sorted(text(run) for run in client.smembers("hiddenq:runs"))
-        return [RunRecord.model_validate_json(raw(client.hget(_key(run), "record"))) for run in runs]
+        found = [_read(client, run) for run in runs]
+    return [record for record in found if isinstance(record, RunRecord)]
 
 
 def load_run(client: redis.Redis, run: str | None = None) -> RunRecord:
@@ -64,6 +66,13 @@ def load_run(client: redis.Redis, run: str | None = None) -> RunRecord:
     known = {record.run: record for record in list_runs(client)}
     if run is not None:
         if run not in known:
+            with away_errors():
+                found = _read(client, run)
+            if isinstance(found, str):
+                raise UsageError(
+                    f"--run {run}: this hiddenq can't read what Redis keeps of it ({found}); use the hiddenq that "
+                    "wrote it, or start the run again, which writes it anew"
+                )
             raise UsageError(f"--run {run}: Redis knows no such run; it knows {_listed(list(known))}")
         return known[run]
     live = [name for name in known if run_state(client, name) == "live"]
@@ -114,6 +123,25 @@ def batch_seconds(client: redis.Redis, run: str) -> list[float]:
     """Seconds from the GPU to the spool of the newest 500 batches, newest first."""
     with away_errors():
         return [float(seconds) for seconds in client.lrange(f"{_key(run)}:seconds", 0, -1)]
+
+
+def _read(client: redis.Redis, run: str) -> RunRecord | str | None:
+    """A run's record, or why it can't be read; None if there is none."""
+    try:
+        if not (found := client.hget(_key(run), "record")):
+            return None
+        record = RunRecord.model_validate_json(raw(found))
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}"
+    except redis.ResponseError as error:
+        if is_away(error):
+            raise
+        return str(error)
+    if record.run != run:
+        return f"it is that of run {record.run}"
+    version, known = record.config.schema_version, RunConfig.supported_version()
+    return record if version == known else f"schema version {version}, known is {known}"
 
 
 def _key(run: str) -> str:

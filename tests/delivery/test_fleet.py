@@ -120,6 +120,38 @@ def test_runs_are_found_by_name_or_because_there_is_only_one(bench: Bench) -> No
     assert list_runs(bench.client) == [first, second]
 
 
+UNREADABLE = {
+    "no JSON": ("{", r"record: Invalid JSON"),
+    "a bomb": ("[" * 100_000, r"record: Invalid JSON"),
+    "other fields": ('{"x": 1}', r"config: Field required"),
+    "another run's": (record("other").model_dump_json(), "it is that of run other"),
+    "a newer one": (
+        record("broken").model_dump_json().replace('"schema_version":1', '"schema_version":2'),
+        "version 2",
+    ),
+    "another type": (None, "WRONGTYPE"),
+    "nothing": ("", "Redis knows no such run; it knows whole"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_run_whose_record_nobody_can_read_troubles_no_other_run(bench: Bench, kind: str) -> None:
+    content, why = UNREADABLE[kind]
+    save_run(bench.client, whole := record("whole"))
+    bench.client.sadd("hiddenq:runs", "broken")
+    if content is None:
+        bench.client.rpush("hiddenq:run:broken", "x")
+    else:
+        bench.client.hset("hiddenq:run:broken", mapping={"record": content, "state": "live"})
+    assert list_runs(bench.client) == [whole] == [load_run(bench.client)]
+    assert [run.record for run in fleet(bench.client).runs] == [whole]
+    with pytest.raises(UsageError, match=f"--run broken: .*{why}"):
+        load_run(bench.client, "broken")
+    if content is not None:
+        save_run(bench.client, record("broken"))
+        assert load_run(bench.client, "broken") == record("broken"), "starting it again mends it"
+
+
 def test_self_checks_and_batch_times_are_kept_with_the_run(bench: Bench) -> None:
     bench.enqueue(3)
     check = SelfCheck(
