@@ -22,8 +22,8 @@ help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/pyvenv.cfg:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "hiddenq needs Python 3.11 or newer; found $$($(PYTHON) -V). Try: make PYTHON=python3.12 …"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "hiddenq needs Python 3.11 or newer; found $$($(PYTHON) -V 2>/dev/null || echo no $(PYTHON)). Try: make PYTHON=python3.12 …"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo-installed: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
