@@ -8,6 +8,7 @@ committed nor held by a live job.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -73,7 +74,7 @@ def produce(
         delivery=delivery,
     )
     save_run(client, record)
-    reconcile_ledger(client, store, record)
+    reconcile_ledger(client, store, record, progress)
     if retry_failed and (num_retried := retry_dead(client, record.run)):
         logger().warning("dead_letters_retried", run=record.run, num_batches=num_retried)
     prepared(record)
@@ -82,8 +83,11 @@ def produce(
     return enqueue(client, record, jobs, stop=stop)
 
 
-def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord) -> None:
-    """Make the ledger say what the store holds: adopt shards it does not know, forget those that are gone."""
+def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord, progress: Progress) -> None:
+    """Make the ledger say what the store holds: adopt shards it does not know, forget those that are gone.
+
+    A store that proves no checksums has every shard read for it, which takes as long as that takes: `progress` hears.
+    """
     ledger = Ledger(client, record.run)
     # Entries before objects: a shard is in the store before the ledger names it, so none looks lost that is not.
     entries = ledger.entries()
@@ -94,7 +98,8 @@ def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord)
         logger().warning("shards_gone_from_store", run=record.run, num_batches=len(lost), next="they are made again")
     known = {entry.key for entry in entries.values()}
     if objects.keys() - known:
-        adopted = ledger.adopt(rebuild_ledger(store, record.config))
+        look_at = functools.partial(progress, "confirming shards")
+        adopted = ledger.adopt(rebuild_ledger(store, record.config, progress=look_at))
         if adopted:
             logger().info("ledger_rebuilt", run=record.run, num_batches=adopted)
 

@@ -42,7 +42,7 @@ _SMALL_BYTES = 4 << 20
 _ROWS_LOOKED_AT = 1000
 
 Progress = Callable[[str, int, int], None]
-"""Hears of a stage's name, what is done and what there is to do: bytes of input, or samples."""
+"""Hears of a stage's name, what is done and what there is to do: bytes of input, samples, or shards."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
