@@ -20,7 +20,7 @@ from hiddenq.contracts.errors import HiddenqError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import DeliverySettings, RunRecord
 from hiddenq.interruption import Interrupted
-from hiddenq.produce import ProducerProcess
+from hiddenq.produce import OUTAGE_SECONDS, ProducerProcess
 from hiddenq.progress import RunProgress, print_summary
 from hiddenq.storage import ObjectStore, Spool, StoreSettings
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
@@ -97,6 +97,7 @@ class Pipeline:
         with ProducerProcess(settings.producer, settings.out, settings.store, settings.delivery) as producer:
             record = producer.wait_for_record()
             self.is_prepared = True
+            self._store = self._store.patient(OUTAGE_SECONDS)
             if settings.target_head:
                 from gpu_worker.target_head import write_target_head  # torch, which this process has no other use for
 

@@ -35,8 +35,8 @@ from hiddenq.telemetry import configure_logging, logger
 from producer import prepare
 from uploader import rebuild_ledger
 
-OUTAGE_SECONDS = 600.0
-"""So long a store that was there at the start may be away before the producer's work is given up."""
+OUTAGE_SECONDS = 3600.0
+"""So long a store that was there at the start may be away before a run is given up."""
 
 if TYPE_CHECKING:
     from producer import ProducerSettings
@@ -58,13 +58,14 @@ def produce(
 ) -> EnqueueReport:
     """Prepare the run if it is not there yet, then enqueue what is not done; `prepared` hears of the run in between.
 
+    The store was probed: from here on one that is away is waited for.
+
     `retry_failed` gives dead letters all their attempts again. `settle_seconds`: how long to wait before the first
     batch, so that uploaders of a Redis that lost its data first register what waits in their spools.
 
     Raises:
         UserError: model, dataset, location or settings are not as they must be.
     """
-    store.probe()
     store = store.patient(OUTAGE_SECONDS)
     plan = prepare(settings, store, progress)
     record = RunRecord(
@@ -191,7 +192,7 @@ class ProducerProcess:
 def _produce_in_child(
     pipe: Connection,
     parent: int,
-    retry_failed: bool,
+    is_first_start: bool,
     settle_seconds: float,
     settings: ProducerSettings,
     out: str,
@@ -206,15 +207,18 @@ def _produce_in_child(
     configure_logging(default_level="WARNING", stage="producer")
     try:
         with contextlib.closing(connect()) as client, TerminalProgress() as progress:
+            store = open_store(out, store_settings)
+            if is_first_start:
+                store.probe()
             report = produce(
                 settings,
-                open_store(out, store_settings),
+                store,
                 store_settings,
                 client,
                 delivery=delivery,
                 progress=progress,
                 prepared=pipe.send,
-                retry_failed=retry_failed,
+                retry_failed=is_first_start,
                 settle_seconds=settle_seconds,
             )
         pipe.send(report)

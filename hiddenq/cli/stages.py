@@ -74,6 +74,7 @@ def produce(
         Reaper(client, delivery),
         TerminalProgress() as progress,
     ):
+        location.probe()
         report = produce_run(settings, location, store.settings, client, delivery=delivery, progress=progress)
         check_owner()
     logger().info("enqueued", **asdict(report))

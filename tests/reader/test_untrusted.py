@@ -6,6 +6,7 @@ The invariant: no claim of a file makes the reader open another path, read outsi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import struct
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def doubled(fields: dict[str, dict[str, object]]) -> str:
         (renamed("99999999999999999999"), "expected a sample id before the dot"),
         (doubled, "a name stands there twice"),
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_a_header_that_lies_is_refused(make: Make, change: Change, text: str) -> None:
     made = make(num_committed=1)
