@@ -187,9 +187,13 @@ class Uploader:
         try:
             committed = run.ledger.totals().num_batches
             dead = len(dead_batches(self._client, name)) if committed < run.config.num_batches else 0
-            if committed + dead < run.config.num_batches or self._finished.get(name) == (committed, dead):
+            if committed + dead < run.config.num_batches:
                 return
-            if run_state(self._client, name) == "live":
+            is_live = run_state(self._client, name) == "live"
+            is_open_again = is_live and dead == 0  # whole, and not finished: perhaps it lost a shard since
+            if self._finished.get(name) == (committed, dead) and not is_open_again:
+                return
+            if is_live:
                 finish_run(self._client, run.record, run.store)
             mirror = mirror_of(name, self._settings)
             if mirror and self._settings.index == 0:

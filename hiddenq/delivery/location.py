@@ -83,7 +83,7 @@ class LocationLock:
             RunMismatch: someone else has it.
         """
         found = self._client.get(self._key)
-        if found and is_gone(json.loads(raw(found))):
+        if found and is_gone(_said(found)):
             self._renew(keys=[self._key], args=[found, 0])
         if not self._take():
             raise self._refusal()
@@ -95,7 +95,7 @@ class LocationLock:
 
     def _refusal(self) -> RunMismatch:
         with away_errors():
-            owner: dict[str, Any] = json.loads(raw(self._client.get(self._key)) or b"{}")
+            owner = _said(self._client.get(self._key))
         return RunMismatch(
             f"{self._location} is being run by process {owner.get('pid')} on {owner.get('host')}; "
             f"to join it: {self._command}"
@@ -109,6 +109,15 @@ class LocationLock:
                     self._is_lost = not (renewed or self._take())
             except RedisAway as error:
                 telemetry.logger().debug("location_waits", error=str(error))
+
+
+def _said(value: Any) -> dict[str, Any]:
+    """What an owner says of itself; {} if that is nothing of ours."""
+    try:
+        said = json.loads(raw(value))
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _key(location: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import redis
 
@@ -65,6 +67,26 @@ def test_two_runs_share_a_spool_and_two_uploaders_share_its_queue(
             finished(redis_client, run)
     for run, store in zip(runs, stores, strict=True):
         invariant_holds(redis_client, run, store, spool)
+
+
+def test_a_run_that_lost_a_shard_after_its_end_is_finished_again_by_the_same_process(
+    redis_server: RedisServer, redis_client: redis.Redis, spool: Spool, store: LocalStore
+) -> None:
+    run = small_run(num_batches=3)
+    run.start(redis_client, store)
+    run.extract(redis_client, spool)
+    with running_uploader(redis_server, spool):
+        finished(redis_client, run)
+        ledger = Ledger(redis_client, run.name)
+        lost = ledger.entries()["000001"]
+        store.delete(lost.key)
+        ledger.forget([lost])
+        run.start(redis_client, store)
+        assert [shard.batch.batch_id for shard in run.extract(redis_client, spool)] == ["000001"]
+        finished(redis_client, run)
+    index = pq.read_table(io.BytesIO(store.get_bytes(names.INDEX)))
+    assert set(index["shard_key"].to_pylist()) == {info.key for info in store.list(names.STATES_PREFIX)}
+    invariant_holds(redis_client, run, store, spool)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "grown", "header", "replaced by a link"])
