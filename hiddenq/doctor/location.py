@@ -27,7 +27,10 @@ SKEW_WARNING_SECONDS, SKEW_ERROR_SECONDS = 60.0, 600.0
 
 def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """What is wrong with the store at `uri`."""
-    if settings.endpoint_url or uri.startswith("s3://"):
+    is_s3 = uri.lower().startswith("s3://")
+    network = "check the endpoint and the network: curl -I " + (settings.endpoint_url or "the store's address")
+    rights = "the credentials' rights: put, get, list and delete there"
+    if settings.endpoint_url or is_s3:
         yield from check_store_clock(settings.endpoint_url or "https://s3.amazonaws.com", clock=clock)
     try:
         store = open_store(uri, settings)
@@ -36,12 +39,14 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
         yield error(
             str(away),
             "finished shards would pile up in the spool",
-            "check the endpoint and the network: curl -I " + (settings.endpoint_url or "the store's address"),
+            network if is_s3 else f"is the disk mounted, and is there room? df -h {uri}",
         )
         return
     except HiddenqError as refusal:
         yield error(
-            str(refusal), "no shard could be stored", "the credentials' rights: put, get, list and delete there"
+            str(refusal),
+            "no shard could be stored",
+            rights if is_s3 else f"may this user write there? ls -ld {uri}",
         )
         return
     yield ok(f"store {store.uri}: {capabilities.detail}")

@@ -129,7 +129,9 @@ def test_a_store_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pyte
         raise StoreAway("s3://b/p: no answer")
 
     monkeypatch.setattr("hiddenq.storage.local.LocalStore.probe", away)
-    assert "no answer" in whats(list(check_location(str(tmp_path), StoreSettings())), "error")
+    findings = list(check_location(str(tmp_path), StoreSettings()))
+    assert "no answer" in whats(findings, "error")
+    assert findings[-1].remedy == f"is the disk mounted, and is there room? df -h {tmp_path}", "no word of a network"
 
 
 def test_room_is_compared_with_what_the_run_still_has_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
