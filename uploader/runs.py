@@ -7,8 +7,9 @@ path that exists on two machines is two places; this is where that is noticed.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ from hiddenq.delivery import Ledger, RunRecord, list_runs, load_run, run_state
 from hiddenq.storage import BandwidthLimit, ObjectStore, Spool, StoreObserver, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_run_json
 from uploader.settings import UploaderSettings
+
+KEEP_ENDED_SECONDS = 600.0
+"""So long after its end a run stays open: its last uploads and its finish are done by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +45,22 @@ class OpenRun:
 class Runs:
     """Runs by name, each opened once."""
 
-    def __init__(self, client: redis.Redis, spool: Spool, settings: UploaderSettings, observer: StoreObserver) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        spool: Spool,
+        settings: UploaderSettings,
+        observer: StoreObserver,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
         self._spool = spool
         self._settings = settings
         self._observer = observer
+        self._clock = clock
         self._open: dict[str, OpenRun] = {}
+        self._ended_at: dict[str, float] = {}
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
@@ -76,6 +90,16 @@ class Runs:
         """The runs opened so far."""
         with self._lock:
             return dict(self._open)
+
+    def let_go(self) -> None:
+        """Close runs that ended a while ago, each with its connections; one that is asked for again is opened again."""
+        live, now = self.live(), self._clock()
+        with self._lock:
+            for name in [*self._open]:
+                if name in live:
+                    self._ended_at.pop(name, None)
+                elif now - self._ended_at.setdefault(name, now) >= KEEP_ENDED_SECONDS:
+                    del self._open[name], self._ended_at[name]
 
     def _open_run(self, record: RunRecord) -> OpenRun:
         check_allowed(record.location, self._settings.allowed_prefix)

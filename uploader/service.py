@@ -116,7 +116,7 @@ class Uploader:
         """By run: committed and dead batches when it was last finished."""
         self._finishing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._oversight: Future[None] | None = None
-        self._next_oversee = self._next_reconcile = time.monotonic()
+        self._next_oversee = self._next_reconcile = self._next_let_go = time.monotonic()
         self._epoch = consumer.redis_epoch
 
     def work(self) -> None:
@@ -166,6 +166,9 @@ class Uploader:
             if self._settings.index == 0 and time.monotonic() >= self._next_reconcile:
                 self._next_reconcile = time.monotonic() + self._settings.reconcile_seconds
                 self._reconciler.once()
+            if time.monotonic() >= self._next_let_go:
+                self._next_let_go = time.monotonic() + self._settings.reconcile_seconds
+                self._runs.let_go()
             for run in self._runs.opened().values():
                 self._finish_if_over(run)
         except RetryableError as error:

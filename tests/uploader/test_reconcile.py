@@ -16,7 +16,7 @@ from structlog.testing import LogCapture
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Ledger, enqueue, execution_is_dead, save_run, spool_file_names
+from hiddenq.delivery import Ledger, enqueue, execution_is_dead, mark_finished, save_run, spool_file_names
 from hiddenq.storage import LocalStore, Spool, StoreObserver
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -25,7 +25,7 @@ from tests.uploader.small_run import SmallRun, small_run
 from tests.uploader.test_uploader_service import finished
 from uploader import UploaderSettings, reconcile
 from uploader.reconcile import Reconciler
-from uploader.runs import Runs
+from uploader.runs import KEEP_ENDED_SECONDS, Runs
 from uploader.upload import ledger_entry
 
 
@@ -246,3 +246,22 @@ def test_what_waits_in_a_spool_is_adopted_at_once_when_redis_lost_its_data_and_n
     assert spool_file_names(redis_client, spool.spool_id) == {shard.file_name for shard in shards}
     report = enqueue(redis_client, run.record(store), [batch.job(run.name) for batch in run.batches])
     assert (report.num_held, report.num_enqueued) == (2, len(run.batches) - 2)
+
+
+def test_a_run_that_ended_is_closed_after_a_while_and_opened_again_when_it_is_asked_for(
+    redis_client: redis.Redis, spool: Spool, run: SmallRun
+) -> None:
+    now = [0.0]
+    settings = UploaderSettings(spool=spool.folder)
+    runs = Runs(redis_client, spool, settings, StoreObserver(), clock=lambda: now[0])
+    opened = runs.get(run.name)
+    now[0] += KEEP_ENDED_SECONDS
+    runs.let_go()
+    assert runs.get(run.name) is opened, "it goes on"
+    mark_finished(redis_client, run.name)
+    runs.let_go()
+    assert runs.get(run.name) is opened, "its last upload may be under way"
+    now[0] += KEEP_ENDED_SECONDS
+    runs.let_go()
+    assert runs.opened() == {}
+    assert runs.get(run.name).config == opened.config
