@@ -103,7 +103,15 @@ def watched(machine: Command, arguments: list[str], *, until: str, seconds: floa
     """What a command shows on a terminal until it shows `until`; then Ctrl-C, which must end it."""
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "hiddenq.cli", *arguments]
-    process = subprocess.Popen(command, env=machine.environment, stdin=its_end, stdout=its_end, stderr=its_end)
+    process = subprocess.Popen(
+        command,
+        env=machine.environment,
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        # As in a user's shell; a job in the background of a script has it ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(its_end)
     shown, deadline = "", time.monotonic() + seconds
     try:

@@ -76,3 +76,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def shard_files(out: Path) -> list[Path]:
+    """Committed shards of a local location; a name that begins with a dot is what a killed process left, no object."""
+    return [path for path in (out / "states").iterdir() if not path.name.startswith(".")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.conftest import ALONE, chats, write_rows
+from tests.local.conftest import ALONE, chats, shard_files, write_rows
 from tests.local.test_interruptions import communicate, num_shards
 from tests.local.test_run import assert_complete
 from tests.support.command import Command, Ended
@@ -48,9 +48,9 @@ def test_a_run_outlives_the_death_of_its_redis_and_the_loss_of_its_data(
     wait_until(lambda: num_shards(out) > before, seconds=60, what="the run goes on with the same data")
     shutil.rmtree(out / ".hiddenq" / "redis" / "appendonlydir")
     kill_server(out)
-    committed = {path.name: path.stat().st_ino for path in (out / "states").iterdir()}
+    committed = {path.name: path.stat().st_ino for path in shard_files(out)}
     status, said, errors = communicate(process, 180)
     run = assert_complete(Ended(status, said, errors), out, NUM_SAMPLES)
     assert len(committed) < run.config.num_batches, "it was met in its middle"
-    now = {path.name: path.stat().st_ino for path in (out / "states").iterdir()}
+    now = {path.name: path.stat().st_ino for path in shard_files(out)}
     assert committed.items() <= now.items(), "what was committed is adopted, not made again"

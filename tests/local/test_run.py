@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hiddenq
 from hiddenq.reader import Run
 from hiddenq.storage import StoreSettings, open_store
-from tests.local.conftest import ALONE, chats, write_rows
+from tests.local.conftest import ALONE, chats, shard_files, write_rows
 from tests.support.command import Command, Ended, lines_of, make_command
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
 
@@ -27,7 +27,7 @@ def assert_complete(ended: Ended, out: Path, num_samples: int) -> Run:
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["complete"] is True
     assert manifest["num_samples_committed"] == num_samples
-    shards = [path.name for path in (out / "states").iterdir()]
+    shards = [path.name for path in shard_files(out)]
     assert len(shards) == manifest["num_batches"], "one shard a batch"
     assert [path.name for path in (out / ".hiddenq" / "spool").glob("*.safetensors")] == [], "spool empty"
     run = hiddenq.open_run(out)
@@ -87,12 +87,12 @@ def test_a_second_run_has_nothing_to_do_and_does_no_forward_pass(
     arguments = ("run", "--model", models["llama"], "--data", data, "--out", out, "--target-layers", "1",
                  *ALONE)  # fmt: skip
     assert_complete(hiddenq(*arguments), out, 6)
-    before = {path: path.stat().st_mtime_ns for path in (out / "states").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in shard_files(out)}
     worker_log = (out / ".hiddenq" / "logs" / "worker-cpu.log").read_text()
     again = hiddenq(*arguments)
     assert_complete(again, out, 6)
     assert "0 to do" in again.out
-    assert {path: path.stat().st_mtime_ns for path in (out / "states").iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in shard_files(out)} == before
     assert (out / ".hiddenq" / "logs" / "worker-cpu.log").read_text() == worker_log, "no worker was even started"
 
 
