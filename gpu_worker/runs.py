@@ -22,7 +22,7 @@ from hiddenq.contracts.errors import RunMismatch, StoreAway, UsageError, UserErr
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.run import ModelIdentity, RunConfig
 from hiddenq.contracts.shard import ShardFormat, ShardLayout, layout_shard
-from hiddenq.delivery import RunRecord, list_runs, load_run, run_state, self_checks
+from hiddenq.delivery import RunRecord, live_runs, load_run, self_checks
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_run_json, read_token_rows
 
@@ -124,7 +124,7 @@ def choose_run(client: redis.Redis, run: str | None, *, any_run: bool) -> RunRec
     """
     if run is not None:
         return load_run(client, run)
-    live = [record for record in list_runs(client) if run_state(client, record.run) == "live"]
+    live = live_runs(client)
     if not live:
         return None
     if len(live) > 1 and not any_run:
@@ -143,11 +143,8 @@ def choose_run(client: redis.Redis, run: str | None, *, any_run: bool) -> RunRec
 
 def same_model(client: redis.Redis, first: RunRecord) -> list[RunRecord]:
     """All live runs that need the model which `first` needs."""
-    return [
-        record
-        for record in list_runs(client)
-        if run_state(client, record.run) == "live" and _decisive(record.config.model) == _decisive(first.config.model)
-    ]
+    needed = _decisive(first.config.model)
+    return [record for record in live_runs(client) if _decisive(record.config.model) == needed]
 
 
 def _decisive(model: ModelIdentity) -> ModelIdentity:

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import redis
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from hiddenq.contracts.errors import HiddenqError, RedisAway
+from hiddenq.contracts.errors import HiddenqError
 from hiddenq.contracts.manifest import Manifest
-from hiddenq.delivery import DeliverySettings, RunRecord
+from hiddenq.delivery import DeliverySettings, Patience, RunRecord
 from hiddenq.interruption import Interrupted
 from hiddenq.produce import OUTAGE_SECONDS, ProducerProcess
 from hiddenq.progress import RunProgress, print_summary
@@ -39,7 +38,6 @@ GRACE_SECONDS = 120.0
 """What is on a GPU may take so long to end after SIGTERM."""
 STOPPING = f"stopping: each worker ends its batch, {GRACE_SECONDS:g} s at most; Ctrl-C again hands batches back at once"
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -108,14 +106,14 @@ class Pipeline:
                 write_target_head(self._store, record.config)
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
-            with _patiently(RunProgress, self._client, record) as progress:
+            with _patiently(lambda: RunProgress(self._client, record)) as progress:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
         began = time.monotonic()
-        manifest = _patiently(self._finish, record)
+        manifest = _patiently(lambda: self._finish(record))
         seconds["finish"] = time.monotonic() - began
-        _patiently(print_summary, self._client, record, manifest, seconds, before)
+        _patiently(lambda: print_summary(self._client, record, manifest, seconds, before))
         if reason:
             raise reason
         return 0 if manifest.complete else 1
@@ -195,12 +193,7 @@ class Pipeline:
         )
 
 
-def _patiently(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+def _patiently(step: Callable[[], T]) -> T:
     """A step that may be repeated, again and again while Redis is away."""
-    retrying = Retrying(
-        retry=retry_if_exception_type(RedisAway),
-        stop=stop_after_delay(OUTAGE_SECONDS),
-        wait=wait_random_exponential(multiplier=0.2, max=5.0),
-        reraise=True,
-    )
-    return retrying(step, *arguments, **named)
+    until = time.monotonic() + OUTAGE_SECONDS
+    return Patience(give_up=lambda: time.monotonic() >= until)(step)

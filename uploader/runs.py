@@ -19,7 +19,7 @@ from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch, StoreRefused
 from hiddenq.contracts.run import RunConfig
-from hiddenq.delivery import Ledger, RunRecord, list_runs, load_run, run_state
+from hiddenq.delivery import Ledger, RunRecord, live_runs, load_run
 from hiddenq.storage import BandwidthLimit, ObjectStore, Spool, StoreObserver, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_run_json
 from uploader.settings import UploaderSettings
@@ -84,7 +84,7 @@ class Runs:
 
     def live(self) -> set[str]:
         """Names of the runs that are going on, by Redis."""
-        return {record.run for record in list_runs(self._client) if run_state(self._client, record.run) == "live"}
+        return {record.run for record in live_runs(self._client)}
 
     def opened(self) -> Mapping[str, OpenRun]:
         """The runs opened so far."""

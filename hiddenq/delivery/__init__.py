@@ -13,7 +13,7 @@ store dies, at whatever moment. Where to read it:
     enqueue.py      from a plan to a bounded queue, as a reconciliation
 """
 
-from hiddenq.delivery.connection import connect
+from hiddenq.delivery.connection import Patience, connect
 from hiddenq.delivery.consumer import Consumer
 from hiddenq.delivery.dead_letters import (
     dead_batches,
@@ -43,6 +43,7 @@ from hiddenq.delivery.runs import (
     batch_seconds,
     cancel,
     list_runs,
+    live_runs,
     load_run,
     mark_finished,
     record_self_check,
@@ -66,6 +67,7 @@ __all__ = [
     "Ledger",
     "LedgerTotals",
     "LocationLock",
+    "Patience",
     "QueueState",
     "Reaper",
     "RunRecord",
@@ -87,6 +89,7 @@ __all__ = [
     "fleet",
     "forget",
     "list_runs",
+    "live_runs",
     "load_run",
     "mark_finished",
     "num_dead",

@@ -57,6 +57,11 @@ def list_runs(client: redis.Redis) -> list[RunRecord]:
     return [record for record in found if isinstance(record, RunRecord)]
 
 
+def live_runs(client: redis.Redis) -> list[RunRecord]:
+    """The runs that are going on, by name."""
+    return [record for record in list_runs(client) if run_state(client, record.run) == "live"]
+
+
 def load_run(client: redis.Redis, run: str | None = None) -> RunRecord:
     """A run by its name, or the only live one.
 

@@ -25,7 +25,6 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import boto3
 import redis
@@ -230,13 +229,7 @@ class Chaos:
         self._redis_server.restart(away_seconds=seconds)
 
     def _s3_outage(self, seconds: float) -> None:
-        self._s3.process.kill()
-        self._s3.process.wait()
-        time.sleep(seconds)
-        command: Any = self._s3.process.args
-        with (self._s3.folder / "log").open("ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._s3.folder)
-        self._s3 = S3Server(self._s3.port, process, self._s3.folder)
+        self._s3.restart(away_seconds=seconds)
         _wait_for_s3(self._s3)
 
     def _keep_alive(self) -> None:

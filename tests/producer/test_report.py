@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.reference_job import REFERENCE
 from hiddenq.contracts.shard import ShardFormat
 from producer import ProducerSettings, plan
 from producer.histogram import LengthCounts
@@ -17,14 +18,6 @@ from producer.outlook import estimate_rate, given_rate
 from producer.report import storage_choices
 from tests.producer.conftest import Produce, chat, make_model, write_lines
 
-REFERENCE = ShardFormat(
-    target_layer_ids=(1, 16, 31, 46, 61),
-    hidden_size=5120,
-    model_dtype="bfloat16",
-    storage_dtype="bfloat16",
-    final_hidden_state=False,
-)
-"""The reference job: five layers of a model of 64 layers and 27B parameters."""
 NUM_REFERENCE_SAMPLES = 913_786
 
 
