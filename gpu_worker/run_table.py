@@ -18,10 +18,7 @@ from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RedisAway, RetryableError, UserError
 from hiddenq.contracts.shard import ShardFormat
-from hiddenq.delivery import RunRecord
-
-KEEP_ENDED_SECONDS = 600.0
-"""So long after its end a run stays: longer than any batch is on the device."""
+from hiddenq.delivery import EndedRuns, RunRecord
 
 
 class RunTable:
@@ -38,8 +35,8 @@ class RunTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runs = {first.run: served}
-        self._client, self._first, self._extractor, self._listen, self._clock = client, first, extractor, listen, clock
-        self._ended_at: dict[str, float] = {}
+        self._client, self._first, self._extractor, self._listen = client, first, extractor, listen
+        self._ended = EndedRuns(clock)
         self._waiting: set[str] = set()
         self._refused: set[str] = set()
 
@@ -51,9 +48,7 @@ class RunTable:
             came = [self._take_up(record) for run, record in live.items() if run not in known]
         except RedisAway:
             return
-        for run in live:
-            self._ended_at.pop(run, None)
-        gone = [self._let_go(run) for run in [*self.runs] if run not in live]
+        gone = [self._let_go(run) for run in self._ended.due(self.runs, live.keys())]
         if any(came) or any(gone):
             self._listen([names.extract_queue(run) for run in self.runs])
 
@@ -77,9 +72,7 @@ class RunTable:
         return True
 
     def _let_go(self, run: str) -> bool:
-        ended_at = self._ended_at.setdefault(run, self._clock())
-        if len(self.runs) == 1 or self._clock() - ended_at < KEEP_ENDED_SECONDS:
+        if len(self.runs) == 1:
             return False
-        del self._ended_at[run]
         self.runs.pop(run).extractor.close()
         return True

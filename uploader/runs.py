@@ -19,13 +19,10 @@ from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch, StoreRefused
 from hiddenq.contracts.run import RunConfig
-from hiddenq.delivery import Ledger, RunRecord, live_runs, load_run
+from hiddenq.delivery import EndedRuns, Ledger, RunRecord, live_runs, load_run
 from hiddenq.storage import BandwidthLimit, ObjectStore, Spool, StoreObserver, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_run_json
 from uploader.settings import UploaderSettings
-
-KEEP_ENDED_SECONDS = 600.0
-"""So long after its end a run stays open: its last uploads and its finish are done by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +55,8 @@ class Runs:
         self._spool = spool
         self._settings = settings
         self._observer = observer
-        self._clock = clock
         self._open: dict[str, OpenRun] = {}
-        self._ended_at: dict[str, float] = {}
+        self._ended = EndedRuns(clock)
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
@@ -93,13 +89,10 @@ class Runs:
 
     def let_go(self) -> None:
         """Close runs that ended a while ago, each with its connections; one that is asked for again is opened again."""
-        live, now = self.live(), self._clock()
+        live = self.live()
         with self._lock:
-            for name in [*self._open]:
-                if name in live:
-                    self._ended_at.pop(name, None)
-                elif now - self._ended_at.setdefault(name, now) >= KEEP_ENDED_SECONDS:
-                    del self._open[name], self._ended_at[name]
+            for name in self._ended.due(self._open, live):
+                del self._open[name]
 
     def _open_run(self, record: RunRecord) -> OpenRun:
         check_allowed(record.location, self._settings.allowed_prefix)

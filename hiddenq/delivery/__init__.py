@@ -23,6 +23,7 @@ from hiddenq.delivery.dead_letters import (
     num_dead,
     retry_dead,
 )
+from hiddenq.delivery.ended import KEEP_ENDED_SECONDS, EndedRuns
 from hiddenq.delivery.enqueue import EnqueueReport, enqueue, restore_uploads
 from hiddenq.delivery.fleet import (
     FleetSnapshot,
@@ -58,10 +59,12 @@ from hiddenq.delivery.transitions import Claim
 from hiddenq.delivery.whereabouts import worker_name
 
 __all__ = [
+    "KEEP_ENDED_SECONDS",
     "Claim",
     "Consumer",
     "DeliverySettings",
     "EmbeddedServer",
+    "EndedRuns",
     "EnqueueReport",
     "FleetSnapshot",
     "Ledger",

@@ -23,12 +23,12 @@ from transformers import AutoModel
 from gpu_worker import WorkerSettings, serve, startup
 from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
-from gpu_worker.run_table import KEEP_ENDED_SECONDS, RunTable
+from gpu_worker.run_table import RunTable
 from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
 from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
 from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
-from hiddenq.delivery import Consumer, dead_letters, fleet, save_run, self_checks
+from hiddenq.delivery import KEEP_ENDED_SECONDS, Consumer, dead_letters, fleet, save_run, self_checks
 from hiddenq.delivery import cancel as cancel_run
 from hiddenq.delivery import drain as drain_host
 from hiddenq.storage.runfiles import load_batches, read_token_rows

@@ -16,7 +16,15 @@ from structlog.testing import LogCapture
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Ledger, enqueue, execution_is_dead, mark_finished, save_run, spool_file_names
+from hiddenq.delivery import (
+    KEEP_ENDED_SECONDS,
+    Ledger,
+    enqueue,
+    execution_is_dead,
+    mark_finished,
+    save_run,
+    spool_file_names,
+)
 from hiddenq.storage import LocalStore, Spool, StoreObserver
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -25,7 +33,7 @@ from tests.uploader.small_run import SmallRun, small_run
 from tests.uploader.test_uploader_service import finished
 from uploader import UploaderSettings, reconcile
 from uploader.reconcile import Reconciler
-from uploader.runs import KEEP_ENDED_SECONDS, Runs
+from uploader.runs import Runs
 from uploader.upload import ledger_entry
 
 
