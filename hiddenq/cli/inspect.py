@@ -145,7 +145,7 @@ def failed_show(
     with _open_run(meant, queue, store) as opened:
         letter = next(each_dead_letter(opened.client, opened.run, [batch]), None)
     if letter is None:
-        raise UsageError(f"{batch}: no dead letter of that batch; `hiddenq failed list` has them")
+        raise UsageError(f"{batch}: its dead letter can't be read; `hiddenq failed drop {batch}`, then `hiddenq run`")
     console = Console()
     console.print(
         f"batch {batch}: {letter.batch.num_samples:,} samples, {letter.batch.num_tokens:,} tokens", style="bold"

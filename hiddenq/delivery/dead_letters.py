@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, UnknownSchema
+from hiddenq.contracts.errors import BadMessage, UnknownSchema, UsageError
 from hiddenq.contracts.manifest import Attempt, DeadLetter
 from hiddenq.contracts.messages import BatchJob, ShardReady
 from hiddenq.delivery import jobs
@@ -37,7 +37,11 @@ def dead_letters(client: redis.Redis, run: str, *, limit: int | None = None) -> 
 def each_dead_letter(
     client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None, *, at_once: int = CHUNK
 ) -> Iterator[DeadLetter]:
-    """The same one by one (or those of some batches): a hundred thousand of them are never in memory together."""
+    """The same one by one (or those of some batches): a hundred thousand of them are never in memory together.
+
+    Raises:
+        UsageError: one of the batches named has no dead letter.
+    """
     for chunk in _chunks(_dead_jobs(client, run, batch_ids), at_once):
         pipeline: Any = client.pipeline(transaction=False)
         for job_id in chunk:
@@ -70,12 +74,20 @@ def num_dead(client: redis.Redis, run: str) -> int:
 
 
 def retry_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> int:
-    """Queue dead letters again (all of the run, or these batches), with all their attempts; returns how many."""
+    """Queue dead letters again (all of the run, or these batches), with all their attempts; returns how many.
+
+    Raises:
+        UsageError: one of the batches named has no dead letter; none was queued.
+    """
     return _act(client, run, batch_ids, "retry")
 
 
 def drop_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> int:
-    """Forget dead letters (all of the run, or these batches); returns how many."""
+    """Forget dead letters (all of the run, or these batches); returns how many.
+
+    Raises:
+        UsageError: one of the batches named has no dead letter; none was dropped.
+    """
     return _act(client, run, batch_ids, "drop")
 
 
@@ -93,8 +105,11 @@ def _dead_jobs(client: redis.Redis, run: str, batch_ids: Sequence[str] | None) -
         found = [text(job_id) for job_id in client.zrange(_key(run), 0, -1)]
     if batch_ids is None:
         return found
-    wanted = {names.extract_job_id(run, batch_id) for batch_id in batch_ids}
-    return [job_id for job_id in found if job_id in wanted or job_id.rpartition("-")[0] in wanted]
+    wanted = {names.extract_job_id(run, batch_id): batch_id for batch_id in batch_ids}
+    batch_of = {job_id: wanted.get(job_id) or wanted.get(job_id.rpartition("-")[0]) for job_id in found}
+    if unknown := sorted(set(batch_ids) - set(batch_of.values())):
+        raise UsageError(f"{', '.join(unknown)}: no dead letter of run {run}; `hiddenq failed list` has them")
+    return [job_id for job_id, batch_id in batch_of.items() if batch_id]
 
 
 def _chunks(job_ids: Sequence[str], size: int = CHUNK) -> Iterator[list[str]]:

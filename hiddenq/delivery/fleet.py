@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from hiddenq.contracts.errors import BadMessage, UnknownSchema
+from hiddenq.contracts.errors import BadMessage, UnknownSchema, UsageError
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery import jobs
 from hiddenq.delivery.connection import away_errors, raw, text
@@ -128,21 +128,44 @@ def fleet(client: redis.Redis) -> FleetSnapshot:
 
 
 def drain(client: redis.Redis, host: str) -> int:
-    """A host takes no more work and is expected no more; its processes finish and end. Returns its workers."""
+    """A host takes no more work and is expected no more; its processes finish and end. Returns its workers.
+
+    Raises:
+        UsageError: nobody has heard of the host.
+    """
     with away_errors():
+        entries = _entries_of(client, host)
         client.sadd("hiddenq:drained", host)
-        return sum(worker.report.host == host for worker in fleet(client).workers)
+        return len(entries)
 
 
 def forget(client: redis.Redis, host: str) -> int:
-    """A host is as if never seen: its workers are off the list, and it may work again. Returns its workers."""
+    """A host is as if never seen: its workers are off the list, and it may work again. Returns its workers.
+
+    Raises:
+        UsageError: nobody has heard of the host.
+    """
     with away_errors():
+        entries = _entries_of(client, host)
         client.srem("hiddenq:drained", host)
-        entries = [entry for entry, report in _reports(client) if report.host == host]
         if entries:
             client.hdel("hiddenq:workers", *entries)
             client.zrem("hiddenq:workers:seen", *entries)
         return len(entries)
+
+
+def _entries_of(client: redis.Redis, host: str) -> list[str]:
+    """Under what a host's workers are expected; none for one that was drained and has left.
+
+    Raises:
+        UsageError: no worker of that host was ever seen, and it is not drained.
+    """
+    reports = list(_reports(client))
+    drained = {text(name) for name in client.smembers("hiddenq:drained")}
+    known = {report.host for _, report in reports} | drained
+    if host not in known:
+        raise UsageError(f"{host}: no such host; Redis knows {', '.join(sorted(known)) or 'none'}")
+    return [entry for entry, report in reports if report.host == host]
 
 
 def _queues(client: redis.Redis) -> list[str]:

@@ -52,8 +52,18 @@ def test_show_tells_every_attempts_story(failed) -> None:  # type: ignore[no-unt
         assert part in said
     assert failed("show", "000003") == (
         2,
-        "hiddenq: 000003: no dead letter of that batch; `hiddenq failed list` has them\n",
+        "hiddenq: 000003: no dead letter of run run; `hiddenq failed list` has them\n",
     )
+
+
+@pytest.mark.parametrize("action", ["show", "retry", "drop"])
+def test_a_batch_without_a_dead_letter_is_said_and_nothing_is_done(action: str, failed, bench: Bench) -> None:  # type: ignore[no-untyped-def]
+    known = ["000001"] if action != "show" else []
+    assert failed(action, *known, "999999") == (
+        2,
+        "hiddenq: 999999: no dead letter of run run; `hiddenq failed list` has them\n",
+    )
+    assert num_dead(bench.client, "run") == 3
 
 
 def test_retry_queues_again_and_drop_forgets(failed, bench: Bench) -> None:  # type: ignore[no-untyped-def]
