@@ -139,7 +139,7 @@ def cpu_ratio(job: Any, chat: Any, texts: list[str]) -> float:
 
     encoder = Encoder(job.encoder_settings)
     gc.freeze()  # as the producer's processes do
-    blocks = list(read_blocks([file.path for file in job.files], min(len(texts), 2000)))
+    blocks = list(read_blocks(job.files, min(len(texts), 2000)))
     begin = time.process_time()
     num_tokens = sum(len(encoder.encode(block).input_ids) for block in blocks)
     ours = (time.process_time() - begin) / num_tokens

@@ -7,7 +7,7 @@ with it, but becomes the reason why.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,11 @@ class Block:
     num_rows: int
     num_bytes_read: int
     """Bytes of input read to its end, since the first file's first."""
+    places: Sequence[int]
+    """Where in the file each row stands, from 1: its line, or in a columnar file its row."""
     first_row: int = 0
+    file: str = ""
+    """Its name, as a person knows it."""
     lines: list[bytes] | None = None
     arrow: bytes | None = None
 
@@ -46,9 +50,11 @@ class Block:
     def head(self, num_rows: int) -> Block:
         """Its first rows alone."""
         if self.lines is not None:
-            return replace(self, num_rows=num_rows, lines=self.lines[:num_rows])
+            return replace(self, num_rows=num_rows, places=self.places[:num_rows], lines=self.lines[:num_rows])
         table = pa.ipc.open_stream(self.arrow).read_all().slice(0, num_rows)
-        return replace(self, num_rows=num_rows, arrow=encode_arrow(table.combine_chunks()))
+        return replace(
+            self, num_rows=num_rows, places=self.places[:num_rows], arrow=encode_arrow(table.combine_chunks())
+        )
 
 
 def _decode_line(line: bytes) -> Any:

@@ -75,12 +75,19 @@ class Encoder:
         """All rows of a block."""
         rejected: list[Rejected] = []
         pending: list[tuple[int, _Text | TokenIds, Counter[str]]] = []
+
+        def refuse(number: int, reject: RowRejected) -> None:
+            line = block.places[number - block.first_row]
+            rejected.append(
+                Rejected(row=number, reason=reject.reason, detail=reject.detail, file=block.file, line=line)
+            )
+
         for number, value in enumerate(block.decode(), start=block.first_row):
             repairs: Counter[str] = Counter()
             try:
                 pending.append((number, self._prepare(value, repairs), repairs))
             except RowRejected as reject:
-                rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
+                refuse(number, reject)
         encodings = self._tokenize([item for _, item, _ in pending if isinstance(item, _Text)])
         samples: list[tuple[int, SampleArrays]] = []
         all_repairs: Counter[str] = Counter()
@@ -89,7 +96,7 @@ class Encoder:
             try:
                 samples.append((number, self._sample(item, encoding, repairs)))
             except RowRejected as reject:
-                rejected.append(Rejected(row=number, reason=reject.reason, detail=reject.detail))
+                refuse(number, reject)
             else:
                 all_repairs.update(repairs)
         rejected.sort(key=lambda reject: reject.row)

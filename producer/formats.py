@@ -11,7 +11,7 @@ import gzip
 import itertools
 import mmap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pyarrow.parquet
 
 from hiddenq.contracts.errors import DatasetError
 from producer.blocks import Block, encode_arrow
+from producer.sources import InputFile
 
 _BLOCK_BYTES = 256 << 10
 _BLOCK_ROWS = 512
@@ -45,7 +46,7 @@ _COLUMNS = (
 _BOM = b"\xef\xbb\xbf"
 
 
-def read_blocks(files: list[Path], limit: int | None = None) -> Iterator[Block]:
+def read_blocks(files: Sequence[InputFile], limit: int | None = None) -> Iterator[Block]:
     """The rows of all files in blocks of up to 512 rows and some 256 KiB; a longer row is a block of its own.
 
     Raises:
@@ -54,17 +55,18 @@ def read_blocks(files: list[Path], limit: int | None = None) -> Iterator[Block]:
     row = num_bytes_before = 0
     for file in files:
         try:
-            for block in _file_blocks(file):
+            for block in _file_blocks(file.path):
                 left = block.num_rows if limit is None else limit - row
                 if left <= 0:
                     return
                 if left < block.num_rows:
                     block = block.head(left)
-                yield replace(block, first_row=row, num_bytes_read=num_bytes_before + block.num_bytes_read)
+                num_bytes_read = num_bytes_before + block.num_bytes_read
+                yield replace(block, first_row=row, file=file.name, num_bytes_read=num_bytes_read)
                 row += block.num_rows
-            num_bytes_before += file.stat().st_size
+            num_bytes_before += file.path.stat().st_size
         except (OSError, EOFError, pa.ArrowException, zlib.error) as error:
-            raise DatasetError(f"--data {file}: can't be read after row {row}: {error}") from error
+            raise DatasetError(f"--data {file.name}: can't be read after row {row}: {error}") from error
 
 
 def _file_blocks(file: Path) -> Iterator[Block]:
@@ -88,8 +90,8 @@ def _parquet_blocks(file: Path) -> Iterator[Block]:
     parquet = pa.parquet.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False)
     num_bytes, num_rows = file.stat().st_size, 0
     for batch in parquet.iter_batches(batch_size=_BLOCK_ROWS, columns=_wanted(parquet.schema_arrow.names)):
-        num_rows += batch.num_rows
-        yield from _batch_blocks(batch, num_bytes * num_rows // parquet.metadata.num_rows)
+        first, num_rows = num_rows + 1, num_rows + batch.num_rows
+        yield from _batch_blocks(batch, first, num_bytes * num_rows // parquet.metadata.num_rows)
 
 
 def _arrow_blocks(stream: Any, *, is_stream: bool) -> Iterator[Block]:
@@ -97,38 +99,42 @@ def _arrow_blocks(stream: Any, *, is_stream: bool) -> Iterator[Block]:
     source = pa.BufferReader(pa.py_buffer(pages))
     reader = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
     batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    num_blocks = 0
+    num_blocks, first = 0, 1
     for batch in batches:
-        for block in _batch_blocks(batch.select(_wanted(batch.schema.names)), source.tell()):
+        for block in _batch_blocks(batch.select(_wanted(batch.schema.names)), first, source.tell()):
             yield block
+            first += block.num_rows
             num_blocks += 1
             if num_blocks % _BLOCKS_MAPPED == 0:
                 pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _batch_blocks(batch: pa.RecordBatch, num_bytes_read: int) -> Iterator[Block]:
+def _batch_blocks(batch: pa.RecordBatch, first: int, num_bytes_read: int) -> Iterator[Block]:
     rows = max(1, min(_BLOCK_ROWS, batch.num_rows * _BLOCK_BYTES // max(1, batch.nbytes)))
     for start in range(0, batch.num_rows, rows):
         piece = batch.slice(start, rows)
         arrow = encode_arrow(pa.Table.from_batches([piece]))
-        yield Block(num_rows=piece.num_rows, num_bytes_read=num_bytes_read, arrow=arrow)
+        places = range(first + start, first + start + piece.num_rows)
+        yield Block(num_rows=piece.num_rows, num_bytes_read=num_bytes_read, places=places, arrow=arrow)
 
 
 def _line_blocks(chunks: Iterator[bytes], raw: Any, file: Path) -> Iterator[Block]:
     """Lines in `chunks`; `raw` is the file beneath, whose position tells how far reading has come."""
     lines: list[bytes] = []
+    places: list[int] = []
     size = 0
     source = _lines(chunks)
     opening = list(itertools.islice(source, 2))
-    _refuse_array(opening, file)
-    for line in itertools.chain(opening, source):
+    _refuse_array([line for _, line in opening], file)
+    for place, line in itertools.chain(opening, source):
         lines.append(line)
+        places.append(place)
         size += len(line)
         if size >= _BLOCK_BYTES or len(lines) >= _BLOCK_ROWS:
-            yield Block(num_rows=len(lines), num_bytes_read=raw.tell(), lines=lines)
-            lines, size = [], 0
+            yield Block(num_rows=len(lines), num_bytes_read=raw.tell(), places=places, lines=lines)
+            lines, places, size = [], [], 0
     if lines:
-        yield Block(num_rows=len(lines), num_bytes_read=raw.tell(), lines=lines)
+        yield Block(num_rows=len(lines), num_bytes_read=raw.tell(), places=places, lines=lines)
 
 
 def _chunks(stream: Any) -> Iterator[bytes]:
@@ -136,10 +142,13 @@ def _chunks(stream: Any) -> Iterator[bytes]:
         yield chunk
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines that are not blank, without their ends; of any length, each byte copied a bounded number of times."""
+def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, numbered from 1 with the blank ones, without their ends.
+
+    They may be of any length: each byte is copied a bounded number of times.
+    """
     pieces: list[bytes] = []
-    is_first = True
+    number, is_first = 1, True
     for chunk in chunks:
         if is_first and chunk:
             chunk, is_first = chunk.removeprefix(_BOM), False
@@ -149,10 +158,11 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
             whole = b"".join(pieces)
             pieces = [line]
             if not whole.isspace() and whole:
-                yield whole
+                yield number, whole
+            number += 1
     whole = b"".join(pieces)
     if whole and not whole.isspace():
-        yield whole
+        yield number, whole
 
 
 def _refuse_array(opening: list[bytes], file: Path) -> None:

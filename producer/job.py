@@ -18,7 +18,7 @@ from typing import Any, Self, get_args
 
 from hiddenq.contracts.errors import DatasetError, UsageError
 from hiddenq.contracts.layers import resolve_target_layers
-from hiddenq.contracts.run import DatasetIdentity, TokenizerIdentity
+from hiddenq.contracts.run import DatasetIdentity, RunConfig, TokenizerIdentity
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import identify_model
 from hiddenq.telemetry import logger
@@ -152,7 +152,7 @@ class Job:
 
     def encode(self) -> Iterator[EncodedBlock]:
         """All rows, block by block, in order."""
-        blocks = read_blocks([file.path for file in self.files], self.settings.limit)
+        blocks = read_blocks(self.files, self.settings.limit)
         is_small = self.num_bytes < _SMALL_BYTES and self.settings.processes is None
         num_processes = 1 if is_small else self.settings.num_processes
         for block, encoded in encode_blocks(blocks, self._encoder, self.encoder_settings, num_processes):
@@ -187,6 +187,19 @@ class Job:
             )
         return min(bound for bound in (asked, model, fits) if bound is not None)
 
+    def is_default_length_of(self, run: RunConfig) -> bool:
+        """Whether a run's `max_length` only follows from its budgets, and this job asks for none of its own."""
+        limits = BatchLimits.of(
+            token_budget=run.token_budget,
+            max_shard_bytes=run.max_shard_bytes,
+            shard=ShardFormat.of_run(run),
+            rotary=self.limits.rotary,
+        )
+        bounds = (run.model.max_positions, limits.max_sample_tokens)
+        return self.settings.max_length is None and run.max_length == min(
+            bound for bound in bounds if bound is not None
+        )
+
     def _row_schema(self) -> RowSchema:
         if self.settings.row_schema != "auto":
             return self.settings.row_schema
@@ -208,7 +221,7 @@ class Job:
 
     def _first_values(self, refused: list[RowRejected]) -> Iterator[dict[Any, Any]]:
         """The first rows that are objects; the first of the others goes to `refused`."""
-        for block in read_blocks([file.path for file in self.files], _ROWS_LOOKED_AT):
+        for block in read_blocks(self.files, _ROWS_LOOKED_AT):
             for value in block.decode():
                 value = value.value if isinstance(value, Suspect) else value
                 if isinstance(value, dict):

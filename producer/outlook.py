@@ -6,6 +6,7 @@ last by the store's clock, pauses left out: what a whole pipeline of that time a
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 from collections.abc import Iterable
@@ -46,10 +47,12 @@ class RateEstimate(Frozen):
 
 
 class Room(Frozen):
-    """Whether a folder has room."""
+    """Whether a file system has room for what is to lie on it."""
 
     name: str
+    """`output`, `spool`, or `output and spool`."""
     folder: str
+    """Where; both, with a comma between them, if it is for both."""
     free_bytes: int
     needed_bytes: int
     seconds_to_full: float | None
@@ -113,16 +116,25 @@ def measured_rate(store: ObjectStore, model: ModelIdentity) -> Rate:
 def find_rooms(
     output: str | None, spool: Path | None, needed_bytes: int, largest_shard: int, rate: RateEstimate | None
 ) -> Iterable[Room]:
-    """What room the output (if it is a folder) and the spool have for so many bytes, and for some shards."""
-    folders: list[tuple[str, Path, int]] = []
+    """What room the output (if it is a folder) and the spool have for so many bytes, and for some shards.
+
+    Where both lie on one file system, it is one room, which must hold both.
+    """
+    wanted: list[tuple[str, Path, int]] = []
     if output is not None and "://" not in output.removeprefix("file://"):
-        folders.append(("output", Path(output.removeprefix("file://")), needed_bytes))
+        wanted.append(("output", Path(output.removeprefix("file://")), needed_bytes))
     if spool is not None:
-        folders.append(("spool", spool, SHARDS_IN_SPOOL * largest_shard))
-    for name, folder, needed in folders:
-        free = shutil.disk_usage(_existing(folder)).free
-        seconds = free / rate.bytes_per_second if rate and rate.bytes_per_second else None
-        yield Room(name=name, folder=str(folder), free_bytes=free, needed_bytes=needed, seconds_to_full=seconds)
+        wanted.append(("spool", spool, SHARDS_IN_SPOOL * largest_shard))
+    for _, sharing in itertools.groupby(wanted, key=lambda want: _existing(want[1]).stat().st_dev):
+        names, folders, needed = zip(*sharing, strict=True)
+        free = shutil.disk_usage(_existing(folders[0])).free
+        yield Room(
+            name=" and ".join(names),
+            folder=", ".join(map(str, folders)),
+            free_bytes=free,
+            needed_bytes=sum(needed),
+            seconds_to_full=free / rate.bytes_per_second if rate and rate.bytes_per_second else None,
+        )
 
 
 def _progress(store: ObjectStore) -> tuple[int, float, int]:

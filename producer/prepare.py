@@ -57,7 +57,10 @@ def prepare(settings: ProducerSettings, store: ObjectStore, progress: Progress =
 
 
 def _check_same(store: ObjectStore, existing: RunConfig, job: Job) -> None:
-    requested = existing.model_copy(update=_decided(job, job.dataset()))
+    decided = _decided(job, job.dataset())
+    if job.is_default_length_of(existing):
+        del decided["max_length"]  # then it differs only because a budget does, which is named
+    requested = existing.model_copy(update=decided)
     differences = existing.differences(requested)
     if differences:
         raise RunMismatch(

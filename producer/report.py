@@ -34,6 +34,8 @@ class RejectSummary(Frozen):
 
     num_rows: int
     example_row: int
+    example_file: str
+    example_line: int
     example: str
 
 
@@ -146,7 +148,13 @@ def plan(
         num_rows=num_rows,
         num_rejected=reasons.total(),
         rejected={
-            reason: RejectSummary(num_rows=count, example_row=examples[reason].row, example=examples[reason].detail)
+            reason: RejectSummary(
+                num_rows=count,
+                example_row=examples[reason].row,
+                example_file=examples[reason].file,
+                example_line=examples[reason].line,
+                example=examples[reason].detail,
+            )
             for reason, count in reasons.most_common()
         },
         too_many_rejected=reasons.total() > settings.max_rejected * num_rows or not len(order),

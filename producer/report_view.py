@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich import box
 from rich.bar import Bar
 from rich.console import Group, RenderableType
@@ -64,7 +66,8 @@ def _facts(report: PlanReport) -> Table:
 def _rejects(report: PlanReport) -> Table:
     table = _table("rejected rows", ("reason", "left"), ("rows", "right"), ("for example", "left"))
     for reason, summary in report.rejected.items():
-        table.add_row(reason, f"{summary.num_rows:,}", Text(f"row {summary.example_row}: {summary.example}"))
+        where = f"row {summary.example_row} ({Path(summary.example_file).name} line {summary.example_line})"
+        table.add_row(reason, f"{summary.num_rows:,}", Text(f"{where}: {summary.example}"))
     return table
 
 

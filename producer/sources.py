@@ -36,6 +36,11 @@ class InputFile:
     """As a person knows it: a path or an `s3://` URI."""
     path: Path
 
+    @classmethod
+    def at(cls, path: Path) -> InputFile:
+        """A file that is known by its path."""
+        return cls(name=str(path), path=path)
+
 
 def check_named(entries: Sequence[str]) -> None:
     """Find out in no time whether what is named on this machine is there.
@@ -91,7 +96,7 @@ def digest_files(files: Sequence[InputFile], progress: Callable[[int], None]) ->
 def _resolve_local(entry: str) -> list[InputFile]:
     path = Path(entry).expanduser()
     if path.is_dir():
-        return [InputFile(name=str(file), path=file) for file in _folder_files(path)]
+        return [InputFile.at(file) for file in _folder_files(path)]
     if path.exists():
         return [InputFile(name=entry, path=path)]
     if glob.has_magic(entry):

@@ -52,6 +52,10 @@ class Rejected(Frozen):
     row: int = Field(ge=0)
     reason: RejectReason
     detail: str
+    file: str = ""
+    """The data file that holds it, as it was named."""
+    line: int = 0
+    """Where in that file, from 1: its line, or in a columnar file its row; 0 in what older versions wrote."""
 
 
 class BatchPlan(Frozen):

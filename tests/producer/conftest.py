@@ -23,6 +23,7 @@ from producer.encoder import Encoder, EncoderSettings
 from producer.samples import EncodedBlock
 from producer.tokenizer import TokenizerSource
 from tests.support.models import tiny_config, tiny_tokenizer, write_config
+from tests.support.small_disk import small_disk  # noqa: F401  fixture
 from tests.support.tokenizers import real_tokenizer
 
 
@@ -128,7 +129,7 @@ def real_encoder(name: str, schema: str = "messages", options: str = "{}") -> En
 def encode_rows(encoder: Encoder, rows: Iterable[Any]) -> EncodedBlock:
     """Rows through an encoder, as one block."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    return encoder.encode(Block(num_rows=len(lines), num_bytes_read=0, lines=lines))
+    return encoder.encode(Block(num_rows=len(lines), num_bytes_read=0, places=range(1, len(lines) + 1), lines=lines))
 
 
 def split_samples(block: EncodedBlock) -> dict[int, tuple[list[int], list[int]]]:

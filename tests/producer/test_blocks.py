@@ -20,6 +20,7 @@ from hiddenq.contracts.errors import DatasetError
 from producer.blocks import Suspect
 from producer.formats import read_blocks
 from producer.rejects import RowRejected
+from producer.sources import InputFile
 from tests.producer.conftest import chat, encode_rows, make_encoder, write_lines
 
 ROWS = [chat(f"question {number}", "answer " * (number % 7 + 1)) for number in range(1200)]
@@ -27,7 +28,7 @@ ROWS = [chat(f"question {number}", "answer " * (number % 7 + 1)) for number in r
 
 def read(*files: Path, limit: int | None = None) -> list[Any]:
     rows: list[Any] = []
-    for block in read_blocks(list(files), limit):
+    for block in read_blocks([InputFile.at(file) for file in files], limit):
         values = block.decode()
         assert (block.first_row, block.num_rows) == (len(rows), len(values))
         rows += values
@@ -67,7 +68,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
 def test_progress_ends_at_the_size_of_all_files(tmp_path: Path) -> None:
     for kind in ("jsonl", "gzip", "zstd", "parquet"):
         file = write(tmp_path / "data", kind)
-        seen = [block.num_bytes_read for block in read_blocks([file, file])]
+        seen = [block.num_bytes_read for block in read_blocks([InputFile.at(file)] * 2)]
         assert seen == sorted(seen)
         assert seen[-1] == 2 * file.stat().st_size
 
@@ -90,6 +91,21 @@ def test_line_ends_blank_lines_and_a_byte_order_mark_are_not_rows(tmp_path: Path
     assert read(file) == []
     file.write_bytes(gzip.compress(b'{"text": 1}\n') + b"\0" * 9)  # as some tools fill up a block
     assert read(file) == [{"text": 1}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet", "arrow file", "arrow stream"])
+def test_each_row_is_known_by_its_file_and_its_place_there(tmp_path: Path, kind: str) -> None:
+    files = [InputFile.at(write(tmp_path / name, kind)) for name in ("one", "two")]
+    places = [(block.file, place) for block in read_blocks(files, len(ROWS) + 10) for place in block.places]
+    assert places == [(str(tmp_path / "one"), row + 1) for row in range(len(ROWS))] + [
+        (str(tmp_path / "two"), row + 1) for row in range(10)
+    ]
+
+
+def test_a_place_counts_blank_lines_too(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b'\xef\xbb\xbf\n{"text": 1}\r\n\n   \n\r\n{"text": 2}')
+    (block,) = read_blocks([InputFile.at(tmp_path / "data")])
+    assert block.places == [2, 6]
 
 
 def test_a_folder_may_mix_formats(tmp_path: Path) -> None:
@@ -120,7 +136,7 @@ def test_one_bad_line_is_one_bad_row(tmp_path: Path) -> None:
 def test_a_huge_line_is_a_block_of_its_own_and_tokenised_no_further_than_needed(model: Path, tmp_path: Path) -> None:
     huge = chat("a", "lorem ipsum " * 2_000_000)
     file = write_lines(tmp_path / "data", [ROWS[0], huge, ROWS[1]])
-    assert [block.num_rows for block in read_blocks([file])] == [2, 1]
+    assert [block.num_rows for block in read_blocks([InputFile.at(file)])] == [2, 1]
     block = encode_rows(make_encoder(model, max_length=100), [ROWS[0], huge, ROWS[1]])
     assert block.lengths[1] == 100
     alone = encode_rows(make_encoder(model, max_length=100), [chat("a", "lorem ipsum " * 2_000)])
@@ -185,7 +201,8 @@ def peak_of_reading(file: Path) -> int:
     """Bytes by which a process of its own grows while it reads a file."""
     code = (
         "import resource, sys, pathlib; from producer.formats import read_blocks\n"
-        "blocks = read_blocks([pathlib.Path(sys.argv[1])])\n"
+        "from producer.sources import InputFile\n"
+        "blocks = read_blocks([InputFile.at(pathlib.Path(sys.argv[1]))])\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "for block in blocks: pass\n"

@@ -32,7 +32,7 @@ found = {}
 for entry in sys.argv[1:]:
     try:
         files = resolve_data([entry], lambda: pathlib.Path("/nowhere"))
-        rows = [row for block in read_blocks([file.path for file in files]) for row in block.decode()]
+        rows = [row for block in read_blocks(files) for row in block.decode()]
         found[entry] = [[file.name for file in files], rows]
     except DatasetError as error:
         found[entry] = str(error)

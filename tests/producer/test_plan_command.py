@@ -22,8 +22,7 @@ def test_a_plan_takes_its_rate_from_the_run_at_its_own_location(produce: Produce
     assert report["rate"]["tokens_per_second"] == num_tokens / 6
     assert report["rate"]["bytes_per_second"] == num_tokens / 6 * report["bytes_per_token"]
     assert [(room["name"], room["folder"]) for room in report["rooms"]] == [
-        ("output", str(out)),
-        ("spool", str(out / ".hiddenq" / "spool")),
+        ("output and spool", f"{out}, {out / '.hiddenq' / 'spool'}")
     ]
 
 

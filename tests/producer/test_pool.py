@@ -18,6 +18,7 @@ from hiddenq.contracts.errors import UsageError
 from producer.encoder import Encoder, EncoderSettings
 from producer.formats import read_blocks
 from producer.pool import encode_blocks
+from producer.sources import InputFile
 from tests.producer.conftest import write_lines
 
 
@@ -67,7 +68,7 @@ SETTINGS = EncoderSettings(
 
 
 def test_a_killed_process_is_one_line(data: Path) -> None:
-    encoded = encode_blocks(read_blocks([data]), Encoder(SETTINGS), SETTINGS, 2)
+    encoded = encode_blocks(read_blocks([InputFile.at(data)]), Encoder(SETTINGS), SETTINGS, 2)
     next(encoded)
     for pid in children(os.getpid()):
         if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
@@ -85,9 +86,11 @@ def test_processes_end_with_the_one_that_started_them(data: Path, tmp_path: Path
             from producer.formats import read_blocks
             from producer.encoder import Encoder
             from producer.pool import encode_blocks
+            from producer.sources import InputFile
             if __name__ == "__main__":
                 settings = pickle.loads({pickle.dumps(SETTINGS)!r})
-                encoded = encode_blocks(read_blocks([pathlib.Path({str(data)!r})]), Encoder(settings), settings, 2)
+                blocks = read_blocks([InputFile.at(pathlib.Path({str(data)!r}))])
+                encoded = encode_blocks(blocks, Encoder(settings), settings, 2)
                 next(encoded)
                 print("going", flush=True)
                 time.sleep(600)

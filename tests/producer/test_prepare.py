@@ -73,6 +73,18 @@ def test_the_name_of_a_file_may_change_its_bytes_may_not(model: Path, data: Path
     assert prepare(settings(model, moved), open_store(tmp_path / "out")).reused
 
 
+def test_a_length_that_only_follows_from_the_budget_is_no_difference_of_its_own(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    prepare(settings(model, data, token_budget=256), open_store(tmp_path / "out"))
+    with pytest.raises(RunMismatch, match=r"token_budget: 256 there, 128 asked for") as refusal:
+        prepare(settings(model, data, token_budget=128), open_store(tmp_path / "out"))
+    assert "max_length" not in str(refusal.value)
+    prepare(settings(model, data, token_budget=256, max_length=100), open_store(tmp_path / "short"))
+    with pytest.raises(RunMismatch, match=r"max_length: 100 there, 128 asked for; token_budget: 256 there"):
+        prepare(settings(model, data, token_budget=128), open_store(tmp_path / "short"))
+
+
 def test_an_interrupted_producer_leaves_no_run_and_its_remains_do_no_harm(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

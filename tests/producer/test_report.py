@@ -62,16 +62,24 @@ def test_what_is_shown_holds_all_that_was_asked_for(model: Path, tmp_path: Path)
         settings, find_rate=lambda model: given_rate(1000.0), output=str(tmp_path / "out"), spool=tmp_path / "spool"
     )
     text = shown(report)
-    for expected in ("303 (messages): 300 kept, 3 rejected", "row 302:", "lengths in tokens", "█", "padding ratio",
-                     "float8_e4m3fn", "1,000 tokens/s", "hours", "spool and output must each take", "as given",
-                     "room enough"):  # fmt: skip
+    for expected in ("303 (messages): 300 kept, 3 rejected", "row 302 (rows.jsonl line 303):", "lengths in tokens",
+                     "█", "padding ratio", "float8_e4m3fn", "1,000 tokens/s", "hours", "as given",
+                     "spool and output must each take", "room enough"):  # fmt: skip
         assert expected in text, expected
-    rate, (output, spool) = report.rate, report.rooms
+    rate, (room,) = report.rate, report.rooms
     assert rate is not None
     assert rate.bytes_per_second == pytest.approx(1000 * report.bytes_per_token)
     assert rate.hours * 3600 * 1000 == pytest.approx(report.num_tokens)
-    assert (output.name, spool.name) == ("output", "spool")
-    assert output.seconds_to_full == pytest.approx(output.free_bytes / rate.bytes_per_second)
+    assert room.seconds_to_full == pytest.approx(room.free_bytes / rate.bytes_per_second)
+
+
+def test_output_and_spool_on_one_disk_must_fit_it_together(model: Path, tmp_path: Path, small_disk: Path) -> None:
+    data = write_lines(tmp_path / "rows.jsonl", rows())
+    settings = ProducerSettings(model=str(model), data=(str(data),), target_layers="1,2")
+    (both,) = plan(settings, output=str(tmp_path / "out"), spool=tmp_path / "spool").rooms
+    output, spool = plan(settings, output=str(tmp_path / "out"), spool=small_disk / "spool").rooms
+    assert (both.name, output.name, spool.name) == ("output and spool", "output", "spool")
+    assert both.needed_bytes == output.needed_bytes + spool.needed_bytes
 
 
 def test_an_output_without_room_is_shown_as_such(model: Path, tmp_path: Path) -> None:
