@@ -55,8 +55,15 @@ def render(findings: Sequence[Finding]) -> str:
         if finding.level != "ok":
             lines += [f"{'':<8}   why: {finding.why}", f"{'':<8}   do:  {finding.remedy}"]
     counts = {level: sum(finding.level == level for finding in findings) for level in order}
-    lines.append(f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} things that are well")
+    lines.append(
+        f"{_counted(counts['error'], 'error')}, {_counted(counts['warning'], 'warning')}, "
+        f"{_counted(counts['ok'], 'thing')} well"
+    )
     return "\n".join(lines)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

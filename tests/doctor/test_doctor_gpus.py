@@ -134,4 +134,4 @@ def test_what_is_shown_puts_errors_first_with_reason_and_remedy() -> None:
     assert lines[0].startswith("error    GPU 1")
     assert lines[1].strip().startswith("why:")
     assert lines[2].strip().startswith("do:")
-    assert lines[-1] == "1 errors, 1 warnings, 1 things that are well"
+    assert lines[-1] == "1 error, 1 warning, 1 thing well"
