@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,15 @@ from pathlib import Path
 import pytest
 import redis
 
+from hiddenq.cli import exit_status, inspect, stages
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
 from hiddenq.delivery import connect
-from hiddenq.delivery import connection as connection_module
+from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.waiting import wait_until
+
+assert inspect.status, "its commands are registered"
+assert stages.upload, "its commands are registered"
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +76,23 @@ def test_a_policy_that_drops_jobs_is_refused(odd_server: RedisServer) -> None:
         connect(odd_server.url)
 
 
-def test_too_old_a_server_is_refused(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "MIN_VERSION", (99, 0))
-    with pytest.raises(RedisRefused, match=r"is Redis \d+\.\d+\.\d+; 6\.2 or newer is needed"):
-        connect(redis_server.url)
+@pytest.mark.parametrize("version", ["4.0", "5.0", "6.0"])
+def test_a_redis_older_than_required_is_refused_in_one_line(
+    redis_server: RedisServer,
+    redis_client: redis.Redis,
+    version: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", redis_server.password)
+    own = ".".join(redis_client.info("server")["redis_version"].split(".")[:2])
+    assert len(own) == len(version), own
+    with RedisProxy(redis_server.port) as proxy:
+        proxy.misquote(f"redis_version:{own}".encode(), f"redis_version:{version}".encode())
+        for command in (["status"], ["upload"], ["monitor", "--port", "0"]):
+            assert exit_status([*command, "--redis-url", proxy.url]) == 2
+            said = capsys.readouterr().err
+            assert re.fullmatch(rf"hiddenq: {proxy.url} is Redis {version}\S*; 6\.2 or newer is needed\n", said), said
 
 
 def test_a_replica_is_refused(own_redis_server: RedisServer) -> None:

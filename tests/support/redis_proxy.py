@@ -1,7 +1,7 @@
-"""A TCP proxy on loopback in front of a Redis server, which cuts and swallows on demand.
+"""A TCP proxy on loopback in front of a Redis server, which cuts, swallows and misquotes on demand.
 
 Promise to tests: `cut_replies(n)` lets the next n requests reach the server and drops each one's reply half way;
-`black_hole()` keeps connections open and passes nothing until `heal()`.
+`black_hole()` keeps connections open and passes nothing until `heal()`; `misquote(said, told)` changes replies.
 
     proxy = RedisProxy(redis_server.port)
 """
@@ -26,6 +26,7 @@ class RedisProxy:
         self._target = target_port
         self._left_to_cut = 0
         self._only: bytes | None = None
+        self._misquoted: tuple[bytes, bytes] = (b"", b"")
         self._lock = threading.Lock()
         self._open = threading.Event()
         self._open.set()
@@ -46,6 +47,11 @@ class RedisProxy:
     def black_hole(self) -> None:
         """Pass nothing, but keep connections open and accept new ones."""
         self._open.clear()
+
+    def misquote(self, said: bytes, told: bytes) -> None:
+        """Pass `told` wherever a reply says `said`; as long as it, because replies begin with their length."""
+        assert len(said) == len(told), (said, told)
+        self._misquoted = (said, told)
 
     def heal(self) -> None:
         """Pass everything again."""
@@ -93,7 +99,7 @@ class RedisProxy:
                     break
                 if not is_reply and self._is_to_be_cut(data):
                     cut.set()
-                sink.sendall(data)
+                sink.sendall(data.replace(*self._misquoted) if is_reply and self._misquoted[0] else data)
         _shut(source)
         _shut(sink)
 
