@@ -18,6 +18,9 @@ from hiddenq import telemetry
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
+_ENDED_STATES = ("Z", "X")
+"""Of a process that has ended and that nobody has waited for: in a container whose first process waits for none, it is
+listed for ever."""
 
 
 def worker_name(role: str) -> str:
@@ -36,7 +39,7 @@ def this_world() -> dict[str, Any]:
 def whereabouts(pid: int | None = None) -> dict[str, Any]:
     """A process of this world (by default this one), for `is_gone` and for people to read."""
     pid = pid or os.getpid()
-    return {**this_world(), "pid": pid, "started": _started(pid)}
+    return {**this_world(), "pid": pid, "started": _told(pid)[1]}
 
 
 def is_same_world(known: Mapping[str, Any]) -> bool:
@@ -56,13 +59,14 @@ def is_gone(known: Mapping[str, Any]) -> bool:
         return True
     except PermissionError:
         pass
-    started = _started(pid)
-    return started is not None and known.get("started") not in (None, started)
+    state, started = _told(pid)
+    return state in _ENDED_STATES or (started is not None and known.get("started") not in (None, started))
 
 
-def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since this host's boot; None where that is not told."""
+def _told(pid: int) -> tuple[str, int | None]:
+    """State of a process, and its start in ticks since this host's boot; "" and None where that is not told."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
-        return None
+        return "", None

@@ -24,6 +24,14 @@ def test_a_living_process_is_not_gone_and_an_ended_one_is() -> None:
     assert not is_gone(whereabouts())
 
 
+def test_an_ended_process_that_nobody_waited_for_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        known = whereabouts(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(known)
+
+
 def test_an_id_that_was_given_out_again_is_not_its_former_owners() -> None:
     assert is_gone({**whereabouts(), "started": 1})
 
