@@ -205,7 +205,7 @@ class Soak:
     def _start(self, name: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "hiddenq.cli", *map(str, arguments)],
+                [sys.executable, "-m", "hiddenq", *map(str, arguments)],
                 env=self._command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -180,7 +180,7 @@ class Supervisor:
 
 def hiddenq_command(*arguments: str) -> tuple[str, ...]:
     """The command line of a `hiddenq` command under this very Python."""
-    return (sys.executable, "-m", "hiddenq.cli", *arguments)
+    return (sys.executable, "-m", "hiddenq", *arguments)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """The `hiddenq` command: what users type.
 
-Consumes arguments and `HIDDENQ_…` variables, calls the stages, and turns how they end into an exit status. It is the
-one package, with `hiddenq.local`, that sees every stage; each command imports what it needs when it runs, so
-`hiddenq status` needs no torch.
+Consumes arguments (from `hiddenq/__main__.py`) and `HIDDENQ_…` variables, calls the stages, and turns how they end into
+an exit status. It is the one package, with `hiddenq.local`, that sees every stage; each command imports what it needs
+when it runs, so `hiddenq status` needs no torch.
 
 Exit status: 0 complete; 1 ended with dead letters or a failed check; 2 wrong usage or configuration (one line, no
 traceback); 3 a fault of ours; 130 or 143 interrupted (resumable).
@@ -15,14 +15,13 @@ import os
 import signal
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 import hiddenq
 from hiddenq.contracts.errors import HiddenqError, RetryableError, UserError
-from hiddenq.supervisor import die_with_parent
 
 FAULT_OF_OURS = 3
 _CommandLineError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -55,16 +54,6 @@ def _top(
     ] = False,
 ) -> None:
     pass
-
-
-def main() -> NoReturn:
-    """Entry point: run the command and exit with its status."""
-    die_with_parent()
-    try:
-        from hiddenq.cli import run, stages, inspect, training, fleet  # noqa: F401, I001  each registers its commands, in this order
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    sys.exit(exit_status(sys.argv[1:]))
 
 
 def exit_status(arguments: list[str]) -> int:

@@ -102,7 +102,7 @@ def typed(command: str, folder: Path) -> list[str]:
 def watched(machine: Command, arguments: list[str], *, until: str, seconds: float = 60.0) -> str:
     """What a command shows on a terminal until it shows `until`; then Ctrl-C, which must end it."""
     terminal, its_end = pty.openpty()
-    command = [sys.executable, "-m", "hiddenq.cli", *arguments]
+    command = [sys.executable, "-m", "hiddenq", *arguments]
     process = subprocess.Popen(
         command,
         env=machine.environment,

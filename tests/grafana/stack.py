@@ -180,7 +180,7 @@ def _start_process(
 ) -> None:
     name = f"{role} {host}"
     run = ("--run", watched.run) if role == "worker" else ()
-    command = [sys.executable, "-m", "hiddenq.cli", f"{role}-process", "--spool", str(watched.folder / f"spool-{host}")]
+    command = [sys.executable, "-m", "hiddenq", f"{role}-process", "--spool", str(watched.folder / f"spool-{host}")]
     _start(watched, name, [*command, "--metrics-port", str(free_port()), *run, *arguments], environment)
 
 

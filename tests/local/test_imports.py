@@ -53,7 +53,7 @@ def test_the_reader_imports_neither_the_queue_nor_transformers() -> None:
 
 def test_a_plan_is_made_without_torch(models: dict[str, Path], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "chats.jsonl", chats(5))
-    code = "from hiddenq.cli import main; sys.argv[0] = 'hiddenq'; main()"
+    code = "from hiddenq.__main__ import main; sys.argv[0] = 'hiddenq'; main()"
     ended = run_without(
         {"torch"}, code, "plan", "--json", "--model", str(models["llama"]), "--data", str(data), "--target-layers", "1",
         "--processes", "1",

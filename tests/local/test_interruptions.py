@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def kill(pids: list[int]) -> None:
 def communicate(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
+
+
+def test_ctrl_c_while_the_command_is_still_imported_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(600)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hiddenq", "status"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As in a user's shell; a job in the background of a script has it ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "imported\n"
+    process.send_signal(signal.SIGINT)
+    assert communicate(process) == (130, "", "")
 
 
 def test_a_killed_worker_is_replaced_and_its_batches_are_made_once(

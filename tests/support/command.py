@@ -31,7 +31,7 @@ class Command:
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Start it; the caller ends it."""
         return subprocess.Popen(
-            [sys.executable, "-m", "hiddenq.cli", *map(str, arguments)],
+            [sys.executable, "-m", "hiddenq", *map(str, arguments)],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
