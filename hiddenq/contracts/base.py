@@ -39,7 +39,7 @@ class Versioned(Frozen):
 
         Raises:
             UnknownSchema: its version is not the one this code knows.
-            BadMessage: it is not JSON, or not a value of this class.
+            BadMessage: it is not JSON, not a value of this class, or has no version.
         """
         try:
             fields = raw if isinstance(raw, dict) else json.loads(raw)
@@ -48,6 +48,8 @@ class Versioned(Frozen):
         if not isinstance(fields, dict):
             raise BadMessage(f"{cls.__name__}: expected an object, found {type(fields).__name__}")
         found = fields.get("schema_version")
+        if type(found) is not int:
+            raise BadMessage(f"{cls.__name__}: schema_version: expected a whole number, found {str(found)[:80]!r}")
         if found != cls.supported_version():
             raise UnknownSchema(
                 f"{cls.__name__}: schema version {found!r} found, this hiddenq knows {cls.supported_version()}; "

@@ -22,7 +22,7 @@ import orjson
 from pydantic import ValidationError
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, DamagedShard
+from hiddenq.contracts.errors import BadMessage, DamagedShard, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan, Manifest, Rejected
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import header_num_bytes, parse_header
@@ -52,11 +52,20 @@ def load_run_json(store: ObjectStore) -> RunConfig | None:
 
     Raises:
         UnknownSchema: it was written by another version of hiddenq.
-        BadMessage: the object is not a `run.json`.
+        RunMismatch: the object is not a `run.json`, or not one any more.
     """
     if store.stat(names.RUN_JSON) is None:
         return None
-    return RunConfig.parse(store.get_bytes(names.RUN_JSON))
+    where = f"{store.uri}/{names.RUN_JSON}"
+    try:
+        return RunConfig.parse(store.get_bytes(names.RUN_JSON))
+    except UnknownSchema as error:
+        raise UnknownSchema(f"{where}: {error}") from error
+    except BadMessage as error:
+        raise RunMismatch(
+            f"{where}: not as its run wrote it ({error}); put back a copy of it (an older version, in a bucket that "
+            "keeps them), or use another location"
+        ) from error
 
 
 def load_manifest(store: ObjectStore) -> Manifest | None:

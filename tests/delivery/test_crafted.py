@@ -38,6 +38,7 @@ CRAFTED = {
     "an instance": (packed(instance="x"), "expected keywords only"),
     "arguments": (packed(arguments=["rm"]), "expected keywords only"),
     "an unknown field": (packed(keywords={**KEYWORDS, "callback": "os.system"}), "callback: Extra inputs"),
+    "no version": (packed(keywords={**KEYWORDS, "schema_version": "x"}), "schema_version: expected a whole number"),
     "another output prefix": (packed(keywords={**KEYWORDS, "run": "../../etc"}), "run: String should match"),
     "another batch": (packed(keywords={**KEYWORDS, "batch_id": "000007"}), "carries the message of 'run-000007'"),
     "another run": (packed(keywords={**KEYWORDS, "run": "other"}), "carries the message of 'other-000000'"),

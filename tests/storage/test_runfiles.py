@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from hiddenq.contracts.errors import BadMessage, DamagedShard
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import BadMessage, DamagedShard, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.storage import ObjectStore, open_store
 from hiddenq.storage.runfiles import (
@@ -80,6 +82,33 @@ def test_a_missing_part_is_told_apart_from_a_missing_run(store: ObjectStore) -> 
     with pytest.raises(DamagedShard, match=r"part-00009\.safetensors: missing at .*though run\.json is there"):
         read_token_rows(store, 9, 0, 1)
     assert load_run_json(store) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "not JSON"),
+        (b'{"run": "x"', "not JSON"),
+        (b"{}", "schema_version: expected a whole number, found 'None'"),
+        (b'{"schema_version": 1, "run": "x"}', "RunConfig: hiddenq_version: Field required"),
+    ],
+)
+def test_a_run_json_that_was_edited_says_where_it_lies_and_what_to_do(
+    store: ObjectStore, content: bytes, why: str
+) -> None:
+    store.put_bytes(names.RUN_JSON, content)
+    with pytest.raises(RunMismatch) as caught:
+        load_run_json(store)
+    assert re.match(
+        re.escape(f"{store.uri}/run.json: not as its run wrote it (") + ".*" + re.escape(why), str(caught.value)
+    )
+    assert "; put back a copy of it" in str(caught.value)
+
+
+def test_a_run_json_of_a_newer_hiddenq_says_where_it_lies(store: ObjectStore) -> None:
+    store.put_bytes(names.RUN_JSON, b'{"schema_version": 99}')
+    with pytest.raises(UnknownSchema, match=rf"{store.uri}/run\.json: RunConfig: schema version 99 found"):
+        load_run_json(store)
 
 
 def test_batches_come_back_as_written_and_bad_lines_are_named(store: ObjectStore) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, DamagedShard, HiddenqError, UnknownSchema
+from hiddenq.contracts.errors import DamagedShard, HiddenqError, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
 from hiddenq.reader.budget import ByteBudget
@@ -75,7 +75,7 @@ def verify(
     findings = Findings()
     try:
         config = load_config(store)
-    except (BadMessage, UnknownSchema) as error:
+    except (RunMismatch, UnknownSchema) as error:
         findings.add("run_json", names.RUN_JSON, str(error))
         return VerifyReport(uri=store.uri, run="?", findings=tuple(findings.kept), num_findings=findings.counts)
     sweep = _Sweep(store, config, findings, deep=deep, progress=progress)
