@@ -2,7 +2,7 @@
 
 Invariant: compiled code sits inside a layer's `forward`, so the layers' hooks stay outside of it and see what they see
 in eager mode; and it is compiled for dynamic shapes, once, at warm-up. Recurrences are kernels that tune themselves:
-the compiler calls them, it does not look into them.
+the compiler calls them, it does not look into them. Experts that run in a loop over what the router chose stay eager.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from gpu_worker.decoder import Decoder
+from gpu_worker.experts import experts_of, is_grouped
 from gpu_worker.kernels import recurrences
 
 RECOMPILE_LIMIT = 64
-_EXPERTS = ("moe", "expert", "sparse")
 
 
 def compile_decoder(decoder: Decoder) -> str:
     """Compile each layer's forward where that is known to pay; returns what was done, for the log and the shards."""
-    if any(_has_experts(layer) for layer in decoder.layers):
+    if not all(is_grouped(experts) for layer in decoder.layers for experts in experts_of(layer)):
         return "eager (experts)"
     _dynamo_limits()
     disable: Any = torch.compiler.disable
@@ -37,10 +36,6 @@ def undo(decoder: Decoder) -> None:
     """Go back to eager layers."""
     for layer in decoder.layers:
         layer.__dict__.pop("forward", None)
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(word in type(part).__name__.lower() for part in layer.modules() for word in _EXPERTS)
 
 
 def _dynamo_limits() -> None:

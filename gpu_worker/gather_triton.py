@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 _MAX_ALIGN_BYTES = 16
 
 
-@triton.jit
+# Triton compiles a kernel once for numbers and addresses that are multiples of 16, and again for others. What changes
+# from batch to batch is exempt, so that no batch waits for the compiler.
+_FROM_BATCH_TO_BATCH = ["lengths", "begins", "nonfinite"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_FROM_BATCH_TO_BATCH)
 def _store_states_kernel(
     states, out, scales, lengths, begins, nonfinite,
-    num_tokens, hidden, states_stride_row, states_stride_token,
+    hidden, states_stride_row, states_stride_token,
     prefix, stride, offset, scale_prefix, scale_stride, scale_offset,
     ITEM: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +59,7 @@ def _store_states_kernel(
             tl.store(nonfinite + row, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids_stride", "mask_stride"], do_not_specialize_on_alignment=_FROM_BATCH_TO_BATCH[:2])
 def _store_tokens_kernel(
     ids, mask, out, lengths, begins, prefix, ids_stride, mask_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +99,6 @@ def store_states_cuda(column: Column, index: int, states_BSH: Tensor, destinatio
         destination.lengths_B,
         destination.begins_B,
         destination.nonfinite_CB[index],
-        num_tokens,
         hidden,
         states_BSH.stride(0),
         states_BSH.stride(1),
@@ -135,7 +139,7 @@ def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: An
     kernel[grid](*arguments, **constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _l2norm_kernel(x, y, rstd, eps, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

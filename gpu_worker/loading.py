@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from gpu_worker.decoder import count_layers
+from gpu_worker.experts import num_used_parameters
 from gpu_worker.extraction import check_layers
 from gpu_worker.kernels import attentions_for
 from hiddenq.contracts.errors import ModelError
@@ -41,11 +42,8 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that take part in matrix products: all of two or more axes but embeddings."""
-        embeddings = {id(part.weight) for part in self.model.modules() if isinstance(part, nn.Embedding)}
-        return sum(
-            weight.numel() for weight in self.model.parameters() if weight.dim() >= 2 and id(weight) not in embeddings
-        )
+        """Parameters that take part in a token's matrix products."""
+        return num_used_parameters(self.model, self.config)
 
 
 def load_decoder(

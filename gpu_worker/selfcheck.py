@@ -62,14 +62,14 @@ class PendingCheck:
 
 
 def compare_alone(extractor: Extractor, batch: PaddedBatch, on_device: DeviceBatch, row: int) -> PendingCheck:
-    """Run one row of a batch alone, without padding, and compare; nothing here waits for the device."""
+    """Run one row of a batch alone, without padding, and compare; nothing here waits for the device or a compiler."""
     length, whole = batch.lengths[row], on_device.destination
     payload = torch.empty(
         length * extractor.shard_format.bytes_per_token, dtype=torch.uint8, device=whole.payload.device
     )
     alone = DeviceBatch(
-        input_ids_BS=on_device.input_ids_BS[row : row + 1, :length],
-        positions_BS=on_device.positions_BS[row : row + 1, :length],
+        input_ids_BS=_like_a_batch(on_device.input_ids_BS[row : row + 1, :length]),
+        positions_BS=_like_a_batch(on_device.positions_BS[row : row + 1, :length]),
         mask_BS=None,
         destination=Destination(
             payload=payload,
@@ -95,6 +95,11 @@ def compare_alone(extractor: Extractor, batch: PaddedBatch, on_device: DeviceBat
         ),
         typical_C=torch.stack([token_differences(mine, reference).median() for mine, reference in pairs]),
     )
+
+
+def _like_a_batch(part_1S: Tensor) -> Tensor:
+    """A copy with the strides of a whole batch: for those of a slice a compiled layer would be compiled anew."""
+    return part_1S.clone(memory_format=torch.contiguous_format)
 
 
 def token_differences(mine_SH: Tensor, reference_SH: Tensor) -> Tensor:

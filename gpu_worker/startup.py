@@ -18,6 +18,7 @@ import transformers
 from gpu_worker import kernels, warmup
 from gpu_worker.decoder import Decoder, find_decoder
 from gpu_worker.engine import Engine, Ring
+from gpu_worker.experts import implementations
 from gpu_worker.extraction import Extractor
 from gpu_worker.loading import load_decoder
 from gpu_worker.memory import OutOfMemory
@@ -131,7 +132,7 @@ def make_ready(
         attention=mode.attention,
         masked=mode.masked,
         compiled=compiled,
-        kernels=functions,
+        kernels=functions | implementations(decoder.model),
         quantization=loaded.quantization,
     )
     return Ready(

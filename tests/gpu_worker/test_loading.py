@@ -237,3 +237,13 @@ def test_only_matrix_weights_count_as_operations(tmp_path: Path) -> None:
     loaded = load_decoder(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
     assert loaded.num_parameters == 4 * layer
+
+
+def test_experts_that_a_token_is_not_sent_to_do_not_count_as_operations(tmp_path: Path) -> None:
+    dense = load_decoder(str(save_tiny_model(tmp_path / "dense", "qwen3")), dtype=torch.float32)
+    mixture = load_decoder(str(save_tiny_model(tmp_path / "mixture", "qwen3_moe")), dtype=torch.float32)
+    experts = [part for part in mixture.model.modules() if type(part).__name__ == "Qwen3MoeExperts"]
+    stored = sum(weight.numel() for part in experts for weight in part.parameters())
+    router = len(experts) * 4 * 64
+    attention = dense.num_parameters - 4 * 3 * 64 * 96
+    assert mixture.num_parameters == attention + router + stored * 2 // 4
