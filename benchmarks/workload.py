@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from gpu_worker.loading import LoadedModel
 
@@ -33,6 +33,11 @@ SHAPES: dict[str, Any] = {
         hidden_size=5120, intermediate_size=17408, num_hidden_layers=16, num_attention_heads=24, num_key_value_heads=4,
         head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, vocab_size=1024,
         max_position_embeddings=262144, dtype="bfloat16",
+    ),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, vocab_size=151936, max_position_embeddings=40960, dtype="bfloat16",
     ),
     "tiny": lambda: Qwen3Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
