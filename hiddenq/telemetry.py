@@ -44,6 +44,8 @@ def configure_logging(*, default_level: str = "INFO", **context: Any) -> None:
     root.setLevel(level)
     for noisy in ("botocore", "boto3", "urllib3", "s3transfer", "httpx", "filelock", "rq.worker"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    if not sys.stderr.isatty():  # progress bars of Hugging Face's libraries, which read this when they are imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     structlog.contextvars.clear_contextvars()
     bind(**context)
 

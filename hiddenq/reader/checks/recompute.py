@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,14 +83,15 @@ def _load(name: str, config: RunConfig, device: str) -> Any:
         model_config = transformers.AutoConfig.from_pretrained(name, revision=config.model.revision)
         named = next(iter(model_config.architectures or []), "")
         cls = getattr(transformers, named, transformers.AutoModelForCausalLM)
-        network = cls.from_pretrained(
-            name,
-            revision=config.model.revision,
-            dtype=TORCH_DTYPES[config.model.dtype],
-            device_map=None,
-            use_safetensors=True,
-            **_quantization(model_config, config),
-        )
+        with _bars_of_downloads_alone(name):
+            network = cls.from_pretrained(
+                name,
+                revision=config.model.revision,
+                dtype=TORCH_DTYPES[config.model.dtype],
+                device_map=None,
+                use_safetensors=True,
+                **_quantization(model_config, config),
+            )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"--recompute: {name} can't be loaded: {str(error).splitlines()[0]}; say where it lies with --model"
@@ -100,6 +102,20 @@ def _load(name: str, config: RunConfig, device: str) -> Any:
             "(kernels or GPU capability are missing); verify with --recompute on one that can"
         )
     return network.to(device).eval()
+
+
+@contextlib.contextmanager
+def _bars_of_downloads_alone(name: str) -> Iterator[None]:
+    """Transformers shows no progress for a model that lies in a folder, which takes seconds."""
+    bars = transformers.utils.logging
+    is_silenced = Path(name).is_dir() and bars.is_progress_bar_enabled()
+    if is_silenced:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_silenced:
+            bars.enable_progress_bar()
 
 
 def _quantization(model_config: Any, config: RunConfig) -> dict[str, Any]:
