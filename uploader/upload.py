@@ -7,6 +7,7 @@ after the store was shown to hold exactly the bytes that the worker recorded. Ev
     put and confirm ──► commit (ledger entry + job finished, one fenced step) ──► file deleted
     file damaged ──► quarantine ──► made again        file gone ──► in the store after all? commit : made again
     store away ──► wait, file and claim kept          store refuses ──► handed back, its run waits (waiting.py)
+    too large for the store, or failed too often ──► dead letter, file in quarantine
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hiddenq.contracts.errors import (
     HiddenqError,
     LeaseLost,
     MissingShard,
+    ObjectTooLarge,
     RedisAway,
     StoreAway,
     UnknownSchema,
@@ -99,15 +101,22 @@ class ShardUpload:
                 if isinstance(error, UnknownSchema) or self._waiting_runs.is_all_there_is(shard.batch.run):
                     self._consumer.hand_back(claim)
                     raise
+                if isinstance(error, ObjectTooLarge):
+                    self._give_up(claim, error, log)
+                    return
                 seconds = self._waiting_runs.refused(shard.batch.run, error)
                 self._consumer.hand_back(claim, delay_seconds=seconds)
                 log.error("run_refused", error=str(error), next=f"other runs go on; tried again in {seconds:.0f} s")
             except Exception as error:
                 self._status.failed(error)
-                log.warning("upload_failed", exc_info=not isinstance(error, HiddenqError), error=str(error))
-                if self._consumer.fail(claim, error) == "dead":
-                    self._spool.quarantine(shard.file_name, f"upload given up: {error}")
-                    self._status.ended("quarantined")
+                self._give_up(claim, error, log)
+
+    def _give_up(self, claim: Claim[ShardReady], error: Exception, log: Any) -> None:
+        """This attempt failed by the shard's own fault; the last one sets the file aside."""
+        log.warning("upload_failed", exc_info=not isinstance(error, HiddenqError), error=str(error))
+        if self._consumer.fail(claim, error) == "dead":
+            self._spool.quarantine(claim.message.file_name, f"upload given up: {error}")
+            self._status.ended("quarantined")
 
     def _deliver(self, claim: Claim[ShardReady], log: Any) -> None:
         shard = claim.message

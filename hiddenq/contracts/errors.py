@@ -14,6 +14,7 @@ caller ever looks into a message to decide. Each text says what, which id, what 
         │   ├── DatasetError        input that can't be read, a schema nobody knows, too many rejects
         │   ├── ModelError          missing model or weights, unsupported architecture, layer ids
         │   ├── StoreRefused        no such bucket, no permission, wrong region
+        │   │   └── ObjectTooLarge  this one object: the store takes smaller ones
         │   ├── RedisRefused        wrong password, wrong version, an eviction policy that drops jobs
         │   ├── RunMismatch         the location belongs to another run, or to a running one
         │   └── UnknownSchema       a message or file of a newer hiddenq
@@ -78,6 +79,10 @@ class ModelError(UserError):
 
 class StoreRefused(UserError):
     """The object store answered, and said no."""
+
+
+class ObjectTooLarge(StoreRefused):
+    """The object store takes no object of this size; smaller ones it may take."""
 
 
 class RedisRefused(UserError):

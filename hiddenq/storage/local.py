@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, ObjectMissing, StoreAway, StoreRefused
+from hiddenq.contracts.errors import DamagedShard, ObjectMissing, ObjectTooLarge, StoreAway, StoreRefused
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.files import (
     TEMPORARY_PREFIX,
@@ -64,6 +65,7 @@ class LocalStore:
                         os.fchmod(source, 0o666 & ~umask())  # as a copy would have it, whatever the spool's mode
                     os.fsync(source)
                 else:
+                    self._check_fits(key, num_bytes)
                     with temporary.open("xb", buffering=0) as copy:
                         _verify(source, path.name, checksum, num_bytes, copy, self._limit)
                         _set_checksum(copy.fileno(), checksum)
@@ -159,6 +161,15 @@ class LocalStore:
             raise ObjectMissing(f"{self.uri}: {key!r} is no key: a key stays below the location")
         return self.folder / key
 
+    def _check_fits(self, key: str, num_bytes: int) -> None:
+        """Raise `ObjectTooLarge` if the whole disk, empty, would be too small: no waiting mends that."""
+        total = shutil.disk_usage(self.folder).total
+        if num_bytes > total:
+            raise ObjectTooLarge(
+                f"{self.uri}/{key}: {num_bytes} bytes do not fit on a disk of {total}; use a larger one, or lower "
+                "--max-shard-bytes"
+            )
+
     def _walk(self, top: Path) -> Iterator[str]:
         for folder, _, found in _walk_folders(top):
             inside = os.path.relpath(folder, self.folder)
@@ -184,6 +195,11 @@ class LocalStore:
         except OSError as error:
             if error.errno == errno.EROFS:
                 raise StoreRefused(f"{where}: the file system is read-only; mount it writable") from error
+            if error.errno == errno.EFBIG:
+                raise ObjectTooLarge(
+                    f"{where}: the file system takes no file of this size (or `ulimit -f` does not); lower "
+                    "--max-shard-bytes"
+                ) from error
             raise StoreAway(f"{where}: {error.strerror or error}; waiting until the disk can be used") from error
 
 

@@ -10,7 +10,15 @@ from __future__ import annotations
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
-from hiddenq.contracts.errors import HiddenqError, ObjectMissing, StoreAway, StoreRefused, TransientError, UsageError
+from hiddenq.contracts.errors import (
+    HiddenqError,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreAway,
+    StoreRefused,
+    TransientError,
+    UsageError,
+)
 
 AWAY = {
     "SlowDown": "the store asks to slow down",
@@ -47,6 +55,7 @@ DAMAGED_ON_THE_WAY = frozenset(
     {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody"}
 )
 """The bytes that arrived are not those announced. Bytes are checked before they leave, so the file is innocent."""
+TOO_LARGE = frozenset({"EntityTooLarge", "MaxMessageLengthExceeded", "RequestEntityTooLarge"})
 
 _REGION = "wrong region"
 _CREDENTIALS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or --profile) for this endpoint"
@@ -71,7 +80,6 @@ REFUSED = {
     "InvalidEncryptionAlgorithmError": "--sse is unknown to this store; leave it out",
     "KMS.DisabledException": "the KMS key is disabled",
     "KMS.NotFoundException": "no such KMS key; check --sse-kms-key-id",
-    "EntityTooLarge": "the store takes no object of this size; lower --max-shard-bytes",
     "InvalidObjectState": "the object is archived; restore it first",
     "SecondLevelDomainForbidden": "the store wants the bucket in the host name; use --addressing-style virtual",
     "PathStyleDomainForbidden": "the store wants the bucket in the host name; use --addressing-style virtual",
@@ -159,6 +167,8 @@ def _translate_answer(error: ClientError, where: str) -> HiddenqError:
         return ObjectMissing(f"{where}: no such object")
     if (status >= 500 and code != "NotImplemented") or status == 429:
         return StoreAway(f"{where}: the store answers {status} ({code})")
+    if code in TOO_LARGE or status == 413:
+        return ObjectTooLarge(f"{where}: the store takes no object of this size; lower --max-shard-bytes ({code})")
     hint = REFUSED.get(code)
     if hint == _REGION:
         region = str(metadata.get("HTTPHeaders", {}).get("x-amz-bucket-region", "")) or error.response.get(

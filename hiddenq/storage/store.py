@@ -68,6 +68,7 @@ class ObjectStore(Protocol):
             DamagedShard: the file is not of that size and checksum; nothing is left under the key.
             MissingShard: there is no such file.
             StoreAway: the store can't be used for now.
+            ObjectTooLarge: the store takes no object of that size.
             StoreRefused: the store said no.
         """
         ...

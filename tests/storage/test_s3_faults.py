@@ -16,7 +16,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from hiddenq.contracts import checksum as crc
-from hiddenq.contracts.errors import DamagedShard, StoreAway, StoreRefused, TransientError
+from hiddenq.contracts.errors import DamagedShard, ObjectTooLarge, StoreAway, StoreRefused, TransientError
 from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3, s3_client, s3_errors
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import BLOCK_BYTES, Body
@@ -253,7 +253,8 @@ ANSWERS = [
     (400, "AuthorizationHeaderMalformed", StoreRefused, "the bucket is in another region; set --region"),
     (301, "PermanentRedirect", StoreRefused, "the bucket is in another region; set --region"),
     (400, "InvalidStorageClass", StoreRefused, "--storage-class is unknown to this store"),
-    (400, "EntityTooLarge", StoreRefused, "lower --max-shard-bytes"),
+    (400, "EntityTooLarge", ObjectTooLarge, "lower --max-shard-bytes"),
+    (413, "", ObjectTooLarge, "lower --max-shard-bytes"),
     (418, "Whatever", StoreRefused, r"the store answers 418 \(Whatever\)"),
     (507, "XMinioStorageFull", StoreAway, "the store is full; make room"),
     (403, "QuotaExceeded", StoreAway, "the bucket is full; make room"),

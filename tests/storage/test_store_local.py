@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from hiddenq.contracts import checksum as crc
-from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, StoreAway, StoreRefused
+from hiddenq.contracts.errors import DamagedShard, MissingShard, ObjectMissing, ObjectTooLarge, StoreAway, StoreRefused
 from hiddenq.storage import BandwidthLimit, LocalStore, open_store
+from tests.support.small_disk import SMALL_DISK_BYTES, small_disk
+
+__all__ = ["small_disk"]
 
 NAME = "000001-0123abcd.safetensors"
 KEY = f"states/{NAME}"
@@ -243,3 +247,35 @@ LocalStore(Path({str(small_disk / "out")!r})).put_file({KEY!r}, Path({str(path)!
     assert len(temporaries(store)) == 1
     store.put_file(KEY, path, checksum=checksum, num_bytes=4 << 20)
     assert store.checksum(KEY) == checksum
+
+
+def test_a_file_over_the_file_systems_limit_is_too_large_and_not_a_store_to_wait_for(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, checksum = make_file(tmp_path)
+    monkeypatch.setattr("hiddenq.storage.local.link_open_file", lambda *files: False)  # as on another file system
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limit[1]))
+    try:
+        with pytest.raises(
+            ObjectTooLarge, match=r"states/000001.*takes no file of this size .* lower --max-shard-bytes"
+        ):
+            store.put_file(KEY, path, checksum=checksum, num_bytes=10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert temporaries(store) == []
+    store.put_file(KEY, path, checksum=checksum, num_bytes=10_000)
+
+
+def test_a_file_larger_than_the_whole_disk_is_too_large_and_one_that_waits_for_room_is_not(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    store = LocalStore(small_disk / "out")
+    path, checksum = make_file(tmp_path, bytes(SMALL_DISK_BYTES + 1))
+    with pytest.raises(ObjectTooLarge, match=r"16777217 bytes do not fit on a disk of 16777216; use a larger one"):
+        store.put_file(KEY, path, checksum=checksum, num_bytes=SMALL_DISK_BYTES + 1)
+    (small_disk / "another").write_bytes(bytes(1 << 20))
+    path, checksum = make_file(tmp_path, bytes(SMALL_DISK_BYTES))
+    with pytest.raises(StoreAway, match="No space left on device; waiting"):
+        store.put_file(KEY, path, checksum=checksum, num_bytes=SMALL_DISK_BYTES)
+    assert temporaries(store) == []

@@ -16,7 +16,7 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused
-from hiddenq.delivery import Ledger, run_state
+from hiddenq.delivery import Ledger, dead_letters, retry_dead, run_state
 from hiddenq.storage import LocalStore, ObjectStore, Spool, StoreSettings, local, open_store, s3_client
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.faulty_proxy import Answer, BlackHole, FaultyProxy, Reset, Slow, parts, puts
@@ -165,7 +165,17 @@ def test_a_run_that_worked_and_is_refused_later_waits_until_it_is_mended(
     invariant_holds(redis_client, run, store, spool)
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(403, "AccessDenied"), "permission denied; it takes s3:ListBucket"),
+        (Answer(400, "EntityTooLarge"), "the store takes no object of this size; lower --max-shard-bytes"),
+    ],
+    ids=["access", "size"],
+)
 def test_the_only_run_refused_from_the_start_ends_the_process_and_the_next_one_uploads_everything(
+    answer: Answer,
+    reason: str,
     redis_server: RedisServer,
     redis_client: redis.Redis,
     spool: Spool,
@@ -176,14 +186,45 @@ def test_the_only_run_refused_from_the_start_ends_the_process_and_the_next_one_u
     run = small_run(num_batches=3)
     store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
     run.extract(redis_client, spool)
-    faulty_proxy.plan(Answer(403, "AccessDenied"), when=states)
+    faulty_proxy.plan(answer, when=states)
     with running_uploader(redis_server, spool) as uploader:
         error = uploader.join()
     assert isinstance(error, StoreRefused)
-    assert "permission denied; it takes s3:ListBucket" in str(error)
+    assert reason in str(error)
     assert len(spool.files()) == 3
     faulty_proxy.heal()
     with running_uploader(redis_server, spool):
+        finished(redis_client, run)
+    invariant_holds(redis_client, run, store, spool)
+
+
+def test_a_shard_too_large_for_its_store_is_a_dead_letter_with_the_reason_and_a_later_retry_mends_it(
+    redis_server: RedisServer,
+    redis_client: redis.Redis,
+    spool: Spool,
+    faulty_proxy: FaultyProxy,
+    s3_server: S3Server,
+    s3_location: S3Location,
+) -> None:
+    run = small_run(num_batches=3)
+    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
+    run.extract(redis_client, spool, limit=1)
+    with running_uploader(redis_server, spool) as uploader:
+        wait_until(lambda: uploader.metric("files_total", result="committed") == 1)
+        faulty_proxy.plan(Answer(400, "EntityTooLarge"), when=lambda r: states(r) and "/000001-" in r.target)
+        run.extract(redis_client, spool)
+        manifest = wait_until(lambda: load_manifest(store))
+        assert (manifest.complete, manifest.dead_letters) == (False, ("000001",))
+        [letter] = dead_letters(redis_client, run.name)
+        assert letter.reason.startswith("hiddenq.contracts.errors.ObjectTooLarge: ")
+        assert "the store takes no object of this size; lower --max-shard-bytes (EntityTooLarge)" in letter.reason
+        name = run.published["000001"].file_name
+        assert (spool.folder / "quarantine" / name).exists(), "the file is set aside, not lost"
+        assert "takes no object of this size" in (spool.folder / "quarantine" / f"{name}.reason").read_text()
+        assert uploader.error is None
+        faulty_proxy.heal()
+        retry_dead(redis_client, run.name)
+        wait_until(lambda: run.extract(redis_client, spool))
         finished(redis_client, run)
     invariant_holds(redis_client, run, store, spool)
 
