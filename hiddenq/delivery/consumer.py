@@ -13,7 +13,8 @@ ends one is fenced and can be repeated, so finished work is handed over exactly 
                    ▲                  │  └──remake──► removed, and its extract job: queued (twice, then failed)
                    └─ hand_back, fail ┘
 
-While Redis is away every call waits, and stage deadlines stand still.
+While Redis is away every call waits, and stage deadlines stand still. A process that was told to stop waits only for
+`stop_wait_seconds`, then it leaves what it holds to its leases.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Consumer(Endings[M]):
             name=name,
             queues=lambda: self.queues,
             entry=lambda: self._keeper.entry,
+            redis_away=lambda: self.redis_away,
             on_stall=on_stall,
         )
         self.stopping = self._departure.stopping

@@ -1,13 +1,15 @@
-"""How a process ends: asked to, asked again, or held up by a stage that does not end.
+"""How a process ends: asked to, asked again, asked while Redis is away, or held up by a stage that does not end.
 
 Invariant: however it ends, it tries once, and only for seconds, to hand back what it holds; if Redis can't be reached
-the leases run out, and nothing is lost but time.
+the leases run out, and nothing is lost but time. Once asked it does end: nobody may be left to ask again, or to bring
+its Redis back, and it may hold a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn
 
@@ -20,6 +22,8 @@ from hiddenq.delivery.transitions import Claim, Failure, Transitions
 
 STALLED_STATUS = 70
 """Exit status of a process that a stage held past its deadline."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether Redis is away."""
 STALL_GRACE_SECONDS = 20.0
 """Longest time in which a stalled process tells Redis why it ends."""
 
@@ -35,6 +39,7 @@ class Departure(Generic[M]):
         name: str,
         queues: Callable[[], Sequence[str]],
         entry: Callable[[], str],
+        redis_away: Callable[[], bool],
         on_stall: Callable[[Claim[M], str], None] | None,
     ) -> None:
         self.stopping = threading.Event()
@@ -44,6 +49,8 @@ class Departure(Generic[M]):
         self._name = name
         self._queues = queues
         self._entry = entry
+        self._redis_away = redis_away
+        self._left = threading.Event()
         self._on_stall = on_stall
 
     def stop(self, signum: int) -> None:
@@ -51,9 +58,20 @@ class Departure(Generic[M]):
         self.stop_signal = signum
         self.stopping.set()
         telemetry.logger().info("stopping", signal=signum, held=len(self._held), next="finishing what is held")
+        threading.Thread(target=self._wait_for_redis, args=(signum,), name="departure", daemon=True).start()
+
+    def _wait_for_redis(self, signum: int) -> None:
+        """End at once when Redis stays away for too long."""
+        seconds = self._moves.settings.stop_wait_seconds
+        until = time.monotonic() + seconds
+        while not self._left.wait(min(LOOK_SECONDS, seconds / 4)):
+            if not self._redis_away():
+                until = time.monotonic() + seconds
+            elif time.monotonic() >= until:
+                self.stop_at_once(signum)
 
     def stop_at_once(self, signum: int) -> NoReturn:
-        """Another signal: hand back and end the process."""
+        """Another signal, or no Redis: hand back and end the process."""
         telemetry.logger().warning("stopping_at_once", signal=signum, held=len(self._held), next="handing it back")
         try:
             self.leave(withdraw=False)
@@ -82,6 +100,7 @@ class Departure(Generic[M]):
 
     def leave(self, *, withdraw: bool) -> None:
         """Hand back what is held and be no worker any more; `withdraw`: nobody is to expect it back."""
+        self._left.set()
         try:
             with away_errors():
                 self._moves.leave(worker=self._name, queues=self._queues(), entry=self._entry(), withdraw=withdraw)

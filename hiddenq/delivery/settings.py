@@ -32,6 +32,8 @@ class DeliverySettings(Frozen):
     """Times that a batch is made again because its shard was lost or damaged before its commit."""
     spool_dead_seconds: float = Field(default=600.0, gt=0)
     """Seconds without a heartbeat after which a spool's shards are made again elsewhere."""
+    stop_wait_seconds: float = Field(default=60.0, gt=0)
+    """Seconds for which a process that was told to stop waits for a Redis that is away."""
     finished_seconds: int = Field(default=3600, ge=1)
     """Seconds for which finished jobs stay visible after the commit; a lost reply must arrive within them."""
     stage_seconds: dict[str, float] = Field(default_factory=lambda: {"gpu": 600.0})

@@ -34,6 +34,7 @@ FAST = DeliverySettings(
     reap_seconds=0.2,
     retry_delays=(0.3, 0.6, 0.9),
     spool_dead_seconds=2.5,
+    stop_wait_seconds=1.0,
     stage_seconds={"gpu": 60.0},
 )
 FASTER = FAST.model_copy(update={"lease_seconds": 0.5, "renew_seconds": 0.1, "reap_seconds": 0.1})

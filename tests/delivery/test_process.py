@@ -76,6 +76,17 @@ def test_a_second_signal_hands_back_and_exits_at_once_even_from_native_code(
     assert {claim.attempt for claim in bench.gpu_worker().claim(5)} == {1}
 
 
+def test_a_process_told_to_stop_ends_even_if_its_redis_does_not_come_back(own_bench: Bench) -> None:
+    own_bench.enqueue(3)
+    with process(own_bench, "hold") as child:
+        own_bench.server.kill()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(10) == 143
+    own_bench.server.start()
+    with Reaper(own_bench.client, FAST):
+        wait_until(lambda: queued(own_bench) == 3)
+
+
 def test_kill_9_at_the_gpu_returns_all_batches_in_time_and_charges_the_one(bench: Bench) -> None:
     bench.enqueue(5)
     with Reaper(bench.client, FAST), process(bench, "hold") as child:
