@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import redis
 
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.contracts.manifest import Manifest
-from hiddenq.delivery import DeliverySettings, Patience, RunRecord
+from hiddenq.delivery import DeliverySettings, RunRecord
 from hiddenq.interruption import Interrupted
-from hiddenq.produce import OUTAGE_SECONDS, ProducerProcess
+from hiddenq.produce import OUTAGE_SECONDS, ProducerProcess, patiently
 from hiddenq.progress import RunProgress, print_summary
 from hiddenq.storage import ObjectStore, Spool, StoreSettings
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
@@ -37,8 +37,6 @@ MAX_COMPARISONS = 2
 GRACE_SECONDS = 120.0
 """What is on a GPU may take so long to end after SIGTERM."""
 STOPPING = f"stopping: each worker ends its batch, {GRACE_SECONDS:g} s at most; Ctrl-C again hands batches back at once"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +104,14 @@ class Pipeline:
                 write_target_head(self._store, record.config)
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
-            with _patiently(lambda: RunProgress(self._client, record)) as progress:
+            with patiently(lambda: RunProgress(self._client, record)) as progress:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
         began = time.monotonic()
-        manifest = _patiently(lambda: self._finish(record))
+        manifest = patiently(lambda: self._finish(record))
         seconds["finish"] = time.monotonic() - began
-        _patiently(lambda: print_summary(self._client, record, manifest, seconds, before))
+        patiently(lambda: print_summary(self._client, record, manifest, seconds, before))
         if reason:
             raise reason
         return 0 if manifest.complete else 1
@@ -191,9 +189,3 @@ class Pipeline:
             environment={"HIDDENQ_ANY_RUN": "0"},  # these serve this run, whatever the shell says
             log_file=self._logs / f"{name}.log",
         )
-
-
-def _patiently(step: Callable[[], T]) -> T:
-    """A step that may be repeated, again and again while Redis is away."""
-    until = time.monotonic() + OUTAGE_SECONDS
-    return Patience(give_up=lambda: time.monotonic() >= until)(step)

@@ -13,18 +13,29 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
-from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, retry_dead, save_run
+from hiddenq.delivery import (
+    DeliverySettings,
+    EnqueueReport,
+    Ledger,
+    Patience,
+    RunRecord,
+    connect,
+    enqueue,
+    retry_dead,
+    save_run,
+)
 from hiddenq.interruption import SIGNALS, uninterrupted
 from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress
@@ -36,7 +47,9 @@ from producer import prepare
 from uploader import rebuild_ledger
 
 OUTAGE_SECONDS = 3600.0
-"""So long a store that was there at the start may be away before a run is given up."""
+"""So long a store or a Redis that was there at the start may be away before a run is given up."""
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from producer import ProducerSettings
@@ -58,13 +71,14 @@ def produce(
 ) -> EnqueueReport:
     """Prepare the run if it is not there yet, then enqueue what is not done; `prepared` hears of the run in between.
 
-    The store was probed: from here on one that is away is waited for.
+    Store and Redis were probed: from here on one that is away is waited for.
 
     `retry_failed` gives dead letters all their attempts again. `settle_seconds`: how long to wait before the first
     batch, so that uploaders of a Redis that lost its data first register what waits in their spools.
 
     Raises:
         UserError: model, dataset, location or settings are not as they must be.
+        StoreAway, RedisAway: for longer than that.
     """
     store = store.patient(OUTAGE_SECONDS)
     plan = prepare(settings, store, progress)
@@ -74,14 +88,24 @@ def produce(
         store=store_settings.model_dump(mode="json"),
         delivery=delivery,
     )
-    save_run(client, record)
-    reconcile_ledger(client, store, record, progress)
-    if retry_failed and (num_retried := retry_dead(client, record.run)):
+    patiently(lambda: save_run(client, record))
+    patiently(lambda: reconcile_ledger(client, store, record, progress))
+    if retry_failed and (num_retried := patiently(lambda: retry_dead(client, record.run))):
         logger().warning("dead_letters_retried", run=record.run, num_batches=num_retried)
     prepared(record)
     (stop or threading.Event()).wait(settle_seconds)
     jobs = (batch.job(record.run) for batch in iterate_batches(store))
     return enqueue(client, record, jobs, stop=stop)
+
+
+def patiently(step: Callable[[], T]) -> T:
+    """A step that may be repeated, again and again while Redis is away.
+
+    Raises:
+        RedisAway: it was away for an hour.
+    """
+    until = time.monotonic() + OUTAGE_SECONDS
+    return Patience(give_up=lambda: time.monotonic() >= until)(step)
 
 
 def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord, progress: Progress) -> None:
@@ -206,7 +230,9 @@ def _produce_in_child(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     configure_logging(default_level="WARNING", stage="producer")
     try:
-        with contextlib.closing(connect()) as client, TerminalProgress() as progress:
+        # A Redis that this run knew before, and that is away now, is waited for.
+        wait_seconds = None if is_first_start else OUTAGE_SECONDS
+        with contextlib.closing(connect(wait_seconds=wait_seconds)) as client, TerminalProgress() as progress:
             store = open_store(out, store_settings)
             if is_first_start:
                 store.probe()
