@@ -23,6 +23,7 @@ from hiddenq.delivery.binary import find_server_program
 from hiddenq.delivery.connection import never_again
 from hiddenq.delivery.whereabouts import this_world
 from tests.support.redis_server import free_port
+from tests.support.small_disk import SMALL_DISK_BYTES
 from tests.support.waiting import wait_until
 
 
@@ -177,3 +178,13 @@ def test_a_program_on_path_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_pat
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_server_program() == program
+
+
+def test_a_full_disk_is_named_by_the_file_that_does_not_fit(small_disk: Path) -> None:
+    folder = small_disk / "redis"
+    folder.mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(bytes(SMALL_DISK_BYTES + 1))
+    with pytest.raises(OSError, match=f"No space left on device: '{folder}/password'"):
+        EmbeddedServer.start(folder)
+    assert {path.name for path in folder.iterdir()} == {"lock", "lifeline"}
