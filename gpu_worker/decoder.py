@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from hiddenq.contracts.errors import ModelError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
+_CANDIDATES_SHOWN, _WORDS_SHOWN = 2, 120
+"""Lists of layers in an error, likeliest first, and characters of the model's own words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,13 @@ def find_decoder(model: nn.Module, vocab_size: int) -> Decoder:
             return _prove(model, layers, ids)
         except _NotProved as refusal:
             refusals.append(f"{name} ({len(layers)} × {type(layers[0]).__name__}): {refusal}")
-    found = "; ".join(refusals) or "no list of layers"
+    found = "; ".join(refusals[:_CANDIDATES_SHOWN]) or "no list of layers"
     raise ModelError(f"{type(model).__name__} is not supported: its decoder layers could not be proved: {found}")
 
 
 def first_tensor(output: Any) -> Any:
-    """A layer's hidden states: its output, or the first of the tuple that some layers return."""
-    return output[0] if isinstance(output, tuple) else output
+    """A layer's hidden states: its output, or the first of the tuple or list that some layers return."""
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class _NotProved(Exception):
@@ -116,15 +118,15 @@ def _inside(model: nn.Module, name: str) -> bool:
 def _prove(model: nn.Module, layers: nn.ModuleList, ids: Tensor) -> Decoder:
     probe = _Probe(model, layers, ids.device)
     with probe:
-        output = model(input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True)
+        output = _forward(model, input_ids=ids, output_hidden_states=True)
     order = [index for index, _ in probe.outputs]
     if order != list(range(len(layers))):
-        raise _NotProved(f"layers were called in the order {order}")
+        raise _NotProved(f"layers were called in the order {_shortened(order)}")
     states = [_one_stream(states, ids) for _, states in probe.outputs]
     hidden_size = states[0].shape[-1]
     if any(layer.shape[-1] != hidden_size for layer in states):
         raise _NotProved(f"hidden sizes differ: {sorted({layer.shape[-1] for layer in states})}")
-    _compare_with_reported(states, output.hidden_states)
+    _compare_with_reported(states, getattr(output, "hidden_states", None))
     norm = probe.norm_of(states[-1], output.last_hidden_state)
     if norm is None and not torch.equal(states[-1], output.last_hidden_state):
         raise _NotProved("no norm takes the last layer's output and gives last_hidden_state")
@@ -135,6 +137,22 @@ def _prove(model: nn.Module, layers: nn.ModuleList, ids: Tensor) -> Decoder:
         hidden_size=hidden_size,
         takes_positions=_takes_positions(model, ids, output.last_hidden_state),
     )
+
+
+def _forward(model: nn.Module, **inputs: Tensor | bool) -> Any:
+    """The model's output; one that can't run on token ids alone is not proved, a broken device is no trait of it."""
+    try:
+        return model(**inputs, use_cache=False, return_dict=True)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise _NotProved(f"it does not run on token ids alone: {type(error).__name__}: {_shortened(error)}") from error
+
+
+def _shortened(text: object) -> str:
+    """One line of it that fits into an error's."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= _WORDS_SHOWN else f"{line[:_WORDS_SHOWN]} …"
 
 
 def _one_stream(states: Any, ids: Tensor) -> Tensor:
@@ -164,7 +182,7 @@ def _takes_positions(model: nn.Module, ids: Tensor, expected: Tensor) -> bool:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    found = model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True).last_hidden_state
+    found = _forward(model, input_ids=ids, position_ids=positions).last_hidden_state
     return torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=1e-3 * float(expected.float().abs().max()))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 
@@ -117,8 +118,13 @@ def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
 
 def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> tuple[str, nn.Module]:
     """A model without weights, with the best attention that it takes."""
-    from transformers import AutoModel
+    from transformers import MODEL_MAPPING, AutoModel
 
+    if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
+        raise ModelError(
+            f"--model {path}: Transformers {transformers.__version__} has no {config.model_type} without a head "
+            "(AutoModel does not know it); not supported"
+        )
     refusal: Exception | None = None
     for attention in attentions_for(config, asked):
         try:

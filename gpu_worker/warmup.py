@@ -1,8 +1,9 @@
 """Before the first batch: proof that padding changes nothing here, compilation, and kernels tuned.
 
-Invariant: the way a batch is run (attention, mask, compiled or not) is the first of a fixed order in which padded rows
-equal the same rows alone on this host; if none does, the worker refuses the model. Compiled code is used only after it
-gave what the eager code gives.
+Invariant: the way a batch is run (attention, mask, compiled or not) is the first of a fixed order in which no token's
+states depend on what comes after it, padding or real, on this host; if none does, the worker refuses the model. (Real
+tokens count, too: with a mask, padding would not betray a model that is not causal.) Compiled code is used only after
+it gave what the eager code gives.
 
 Shape legend: B rows, S padded tokens.
 """
@@ -49,25 +50,44 @@ def largest_payload(config: RunConfig, shard_format: ShardFormat) -> int:
 def choose_mode(
     decoder: Decoder, shard_format: ShardFormat, *, vocab_size: int, attention: str, may_change_attention: bool
 ) -> Mode:
-    """The first way in which right padding leaves real tokens alone: unmasked, masked, then both in eager attention.
+    """The first way in which what comes after a token leaves it alone: unmasked, masked, then both in eager attention.
 
     Raises:
-        ModelError: padding changes real tokens whatever is tried.
+        ModelError: the model is not causal, or padding changes real tokens whatever is tried.
     """
-    tried = []
+    tolerance, tried, is_causal = TOLERANCES[shard_format.model_dtype], [], False
     attentions = [attention] + (["eager"] if may_change_attention and attention != "eager" else [])
     for name in attentions:
         if name != attention:
             decoder.model.set_attn_implementation(name)  # type: ignore[operator]
         for masked in (False, True):
-            difference = padding_difference(decoder, shard_format, vocab_size=vocab_size, masked=masked)
-            if difference <= TOLERANCES[shard_format.model_dtype]:
+            future = future_difference(decoder, shard_format, vocab_size=vocab_size, masked=masked)
+            padding = padding_difference(decoder, shard_format, vocab_size=vocab_size, masked=masked)
+            if future <= tolerance and padding <= tolerance:
                 return Mode(attention=name, masked=masked)
-            tried.append(f"{name}{' with a mask' if masked else ''}: {difference:.1e}")
-    raise ModelError(
-        f"{type(decoder.model).__name__} is not supported: padding on the right changes the states of real tokens "
-        f"(relative difference by {'; '.join(tried)})"
+            is_causal |= future <= tolerance
+            tried.append(f"{name}{' with a mask' if masked else ''}: {padding if is_causal else future:.1e}")
+    cause = (
+        "padding on the right changes the states of real tokens"
+        if is_causal
+        else "it is not causal, a token's states change with the tokens after it"
     )
+    raise ModelError(
+        f"{type(decoder.model).__name__} is not supported: {cause} (relative difference by {'; '.join(tried)})"
+    )
+
+
+def future_difference(decoder: Decoder, shard_format: ShardFormat, *, vocab_size: int, masked: bool) -> float:
+    """How much a row's states differ from those of a longer row that begins with it: median token, worst layer."""
+    extractor = Extractor(decoder, shard_format, masked=masked)
+    try:
+        short, long = _random_rows(vocab_size, _PROBE_LENGTHS)
+        length, columns = len(short.input_ids), len(extractor.columns)
+        short.input_ids[:] = long.input_ids[:length]
+        states = _states(extractor, _pad([short, long], shard_format, vocab_size, decoder.device))
+        return _typical(states[:columns], [values[:length] for values in states[columns:]])
+    finally:
+        extractor.close()
 
 
 def padding_difference(decoder: Decoder, shard_format: ShardFormat, *, vocab_size: int, masked: bool) -> float:
@@ -169,9 +189,19 @@ def _typical(mine: list[Tensor], reference: list[Tensor]) -> float:
 def _random_batch(
     shard_format: ShardFormat, vocab_size: int, lengths: tuple[int, ...], device: torch.device
 ) -> PaddedBatch:
+    return _pad(_random_rows(vocab_size, lengths), shard_format, vocab_size, device)
+
+
+def _random_rows(vocab_size: int, lengths: tuple[int, ...]) -> list[TokenRow]:
     generator = np.random.default_rng(0)
-    rows = [
+    return [
         TokenRow(row, generator.integers(0, vocab_size, length, dtype=np.int32), np.ones(length, dtype=np.uint8))
         for row, length in enumerate(lengths)
     ]
-    return pad_rows(rows, shard_format, padded_length=max(lengths), vocab_size=vocab_size, pinned=device.type == "cuda")
+
+
+def _pad(rows: list[TokenRow], shard_format: ShardFormat, vocab_size: int, device: torch.device) -> PaddedBatch:
+    padded_length = max(len(row.input_ids) for row in rows)
+    return pad_rows(
+        rows, shard_format, padded_length=padded_length, vocab_size=vocab_size, pinned=device.type == "cuda"
+    )

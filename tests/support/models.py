@@ -23,55 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VOCAB_SIZE = 512
-HIDDEN_SIZE = 64
-NUM_LAYERS = 4
+from tests.support.architectures import ARCHITECTURES, HIDDEN_SIZE, REFUSED, SIZES, VOCAB_SIZE
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "n_embd": HIDDEN_SIZE, "n_layer": NUM_LAYERS, "n_head": 4, "n_inner": 96, "d_model": HIDDEN_SIZE,
-    "n_layers": NUM_LAYERS, "n_heads": 4, "num_layers": NUM_LAYERS, "ffn_dim": 96, "ffn_hidden_size": 96,
-    "max_position_embeddings": 512, "n_positions": 512, "n_ctx": 512, "max_seq_len": 512,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-    "num_experts_per_tok": 2, "top_k_experts": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "expert_ffn_hidden_size": 32,
-    "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1,
-    "mamba_d_conv": 4, "mamba_dt_rank": 4, "mamba_chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
-    "ssm_state_size": 16, "state_size": 16, "num_heads": 8, "chunk_size": 16, "n_groups": 1, "expand": 2,
-    "time_step_rank": 4, "attention_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-"""Tiny values for the names that configs use; a config takes those that it knows."""
-
-_WINDOW = {"sliding_window": 16}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    # dense
-    "apertus": {}, "arcee": {}, "biogpt": {}, "bitnet": {}, "bloom": {}, "codegen": {"rotary_dim": 8}, "cohere": {},
-    "cohere2": _WINDOW, "cwm": _WINDOW, "diffllama": {}, "doge": {}, "ernie4_5": {}, "exaone": {},
-    "exaone4": {"sliding_window": 16, "sliding_window_pattern": 4}, "falcon": {"head_dim": None}, "gemma": {},
-    "gemma2": _WINDOW, "gemma3_text": _WINDOW, "glm": {}, "glm4": {}, "gpt2": {}, "gpt_bigcode": {},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
-    "gpt_neox": {}, "gpt_neox_japanese": {}, "gptj": {"rotary_dim": 8}, "granite": {}, "helium": {},
-    "hunyuan_v1_dense": {}, "jais2": {}, "llama": {}, "minicpm3": {}, "ministral": _WINDOW, "ministral3": {},
-    "mistral": _WINDOW, "mpt": {}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": _WINDOW,
-    "opt": {"word_embed_proj_dim": HIDDEN_SIZE}, "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {},
-    "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": _WINDOW, "xglm": {},
-    # experts
-    "aria_text": {}, "deepseek_v2": {}, "deepseek_v3": {}, "dots1": {}, "ernie4_5_moe": {"moe_k": 2},
-    "flex_olmo": {}, "glm4_moe": {}, "glm4_moe_lite": {}, "gpt_oss": _WINDOW, "granitemoe": {},
-    "granitemoeshared": {}, "hunyuan_v1_moe": {}, "jetmoe": {},
-    "llama4_text": {"attention_chunk_size": 16}, "longcat_flash": {"head_dim": 8}, "mimo_v2_flash": _WINDOW,
-    "minimax": {}, "minimax_m2": {}, "mixtral": {}, "olmoe": {}, "phimoe": {}, "qwen2_moe": {},
-    "qwen3_moe": {"num_experts": 4}, "solar_open": {},
-    # hybrids and state spaces
-    "bamba": {}, "falcon_h1": {"mamba_d_ssm": 128}, "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": {},
-    "lfm2": {}, "mamba": {}, "mamba2": {}, "nemotron_h": {}, "olmo_hybrid": {}, "qwen3_5_moe_text": {},
-    "qwen3_5_text": {}, "qwen3_next": {}, "recurrent_gemma": {},
-}  # fmt: skip
-"""Model types whose states hiddenq stores, with what their configs need beyond `SIZES`."""
+__all__ = ["HIDDEN_SIZE", "VOCAB_SIZE"]
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -95,7 +49,7 @@ def tiny_config(name: str = "llama", **overrides: Any) -> PreTrainedConfig:
     known |= set(getattr(config_class, "__dataclass_fields__", {}))
     aliases = getattr(config_class, "attribute_map", {})
     fields = {field: value for field, value in SIZES.items() if field in known and field not in aliases}
-    fields |= ARCHITECTURES.get(name, {}) | overrides
+    fields |= ARCHITECTURES.get(name, {}) | REFUSED.get(name, ("", {}))[1] | overrides
     return config_class(**{field: value for field, value in fields.items() if value is not None or field in overrides})
 
 
