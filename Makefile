@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported, which most never are: that halves an install, unless Python may not
+# keep what it compiles.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) \
+	-c constraints.txt
 
 # The demo's input and output; DEVICE=cuda uses every GPU, DEVICE=cpu none, auto what is there.
 DEMO := .demo
 DEVICE ?= auto
-CONVERSATIONS ?= 210
+CONVERSATIONS ?= 100
 # bfloat16 where it is fast, which not every CPU is.
 DTYPE ?= $(shell { command -v nvidia-smi || grep -E 'avx512_bf16|amx_bf16' /proc/cpuinfo; } >/dev/null 2>&1 \
 	&& echo bfloat16 || echo float32)

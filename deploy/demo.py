@@ -81,7 +81,7 @@ def main() -> None:
     """Make both under one folder and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--conversations", type=int, default=210, help="how many conversations to write")
+    parser.add_argument("--conversations", type=int, default=100, help="how many conversations to write")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     make_model(arguments.folder / "model")
