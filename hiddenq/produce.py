@@ -111,11 +111,14 @@ def patiently(step: Callable[[], T]) -> T:
 def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord, progress: Progress) -> None:
     """Make the ledger say what the store holds: adopt shards it does not know, forget those that are gone.
 
+    The totals are counted anew, so that nothing that was changed by hand is believed.
+
     A store that proves no checksums has every shard read for it, which takes as long as that takes: `progress` hears.
     """
     ledger = Ledger(client, record.run)
     # Entries before objects: a shard is in the store before the ledger names it, so none looks lost that is not.
     entries = ledger.entries()
+    ledger.recount()
     objects = {info.key: info.num_bytes for info in store.list(names.STATES_PREFIX)}
     lost = [entry for entry in entries.values() if objects.get(entry.key) != entry.num_bytes]
     if lost:

@@ -24,6 +24,7 @@ from redis.retry import Retry
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
+from hiddenq.delivery.foreign import Client
 
 MIN_VERSION = (6, 2)
 DEFAULT_WAIT_SECONDS = 10.0
@@ -148,7 +149,8 @@ def connect(
 
     Raises:
         UsageError: no address.
-        RedisRefused: wrong password, older than 6.2, an eviction policy that drops jobs, a replica.
+        RedisRefused: wrong password, older than 6.2, an eviction policy that drops jobs, a replica. The client raises
+            it as well when a key of ours holds what hiddenq never wrote.
         RedisAway: not reachable, still loading, full or failing to persist after `wait_seconds`.
     """
     url = url or os.environ.get("HIDDENQ_REDIS_URL")
@@ -164,7 +166,7 @@ def connect(
         raise UsageError(f"--redis-url {where}: a password stands in HIDDENQ_REDIS_PASSWORD, not behind the address")
     options: dict[str, Any] = {} if urlsplit(url).password else {"password": password or _password()}
     try:
-        client = redis.Redis.from_url(
+        client = Client.from_url(
             url,
             socket_timeout=timeout_seconds,
             socket_connect_timeout=timeout_seconds,

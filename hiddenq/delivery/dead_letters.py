@@ -8,6 +8,7 @@ Invariant: a dead letter is a failed job of RQ, and its story is that job's resu
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -124,13 +125,13 @@ def _key(run: str) -> str:
 def _letter(job: dict[str, bytes], results: list[tuple[bytes, dict[bytes, bytes]]]) -> DeadLetter | None:
     if job.get("status") != b"failed":
         return None
-    queue, data = job["origin"].decode(), job["data"]
     try:
+        queue, data = job["origin"].decode(), job["data"]
         batch = jobs.unpack(data, BatchJob) if jobs.run_of(queue) else jobs.unpack(data, ShardReady).batch
-    except (BadMessage, UnknownSchema):
+        attempts = [_attempt(text(entry_id), fields) for entry_id, fields in results if b"error" in fields]
+        return DeadLetter(batch=batch, queue=queue, reason=_last_line(job["exc_info"]), attempts=tuple(attempts))
+    except (BadMessage, UnknownSchema, KeyError, ValueError, zlib.error):
         return None
-    attempts = [_attempt(text(entry_id), fields) for entry_id, fields in results if b"error" in fields]
-    return DeadLetter(batch=batch, queue=queue, reason=_last_line(job["exc_info"]), attempts=tuple(attempts))
 
 
 def _attempt(entry_id: str, fields: dict[bytes, bytes]) -> Attempt:

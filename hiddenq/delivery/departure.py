@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn
 
 from hiddenq import telemetry
-from hiddenq.contracts.errors import HiddenqError, RedisAway
+from hiddenq.contracts.errors import HiddenqError, RedisAway, RedisRefused
 from hiddenq.delivery.connection import away_errors
 from hiddenq.delivery.held import Held, HeldClaims, all_threads
 from hiddenq.delivery.jobs import M
@@ -104,5 +104,5 @@ class Departure(Generic[M]):
         try:
             with away_errors():
                 self._moves.leave(worker=self._name, queues=self._queues(), entry=self._entry(), withdraw=withdraw)
-        except RedisAway as error:
+        except (RedisAway, RedisRefused) as error:
             telemetry.logger().warning("left_without_word", error=str(error), next="leases run out by themselves")

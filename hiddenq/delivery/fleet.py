@@ -7,6 +7,7 @@ one is missed, not forgotten.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -196,9 +197,9 @@ def _queue(client: redis.Redis, queue: str, now: float) -> QueueState:
 
 def _age(client: redis.Redis, job_id: str, now: float) -> float:
     queued_at = client.hget(f"rq:job:{job_id}", "enqueued_at")
-    if not queued_at:
-        return 0.0
-    return max(0.0, now - datetime.fromisoformat(text(queued_at)).astimezone(UTC).timestamp())
+    with contextlib.suppress(ValueError):
+        return max(0.0, now - datetime.fromisoformat(text(queued_at or "")).astimezone(UTC).timestamp())
+    return 0.0
 
 
 def _reports(client: redis.Redis) -> Iterator[tuple[str, WorkerReport]]:

@@ -18,7 +18,7 @@ import redis
 from rq.version import VERSION
 
 from hiddenq import telemetry
-from hiddenq.contracts.errors import RedisAway
+from hiddenq.contracts.errors import RedisAway, RedisRefused
 from hiddenq.contracts.reports import WorkerReport
 from hiddenq.delivery.connection import away_errors
 from hiddenq.delivery.departure import Departure
@@ -84,7 +84,7 @@ class Keeper(Generic[M]):
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
-            with contextlib.suppress(RedisAway):
+            with contextlib.suppress(RedisAway, RedisRefused):
                 self.beat()
 
     def execution_is_dead(self, execution: str) -> bool:
@@ -154,5 +154,7 @@ class Keeper(Generic[M]):
                 if not self.away:
                     telemetry.logger().warning("heartbeat_missed", error=str(error), next="trying again")
                 self.away = True
+            except RedisRefused as error:
+                telemetry.logger().error("heartbeat_refused", error=str(error), next="trying again")
             except Exception:
                 telemetry.logger().exception("heartbeat_failed")

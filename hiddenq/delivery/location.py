@@ -16,7 +16,7 @@ from typing import Any, Self
 import redis
 
 from hiddenq import telemetry
-from hiddenq.contracts.errors import RedisAway, RunMismatch
+from hiddenq.contracts.errors import RedisAway, RedisRefused, RunMismatch
 from hiddenq.delivery.connection import Patience, away_errors, raw
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.whereabouts import is_gone, whereabouts
@@ -73,7 +73,7 @@ class LocationLock:
         try:
             with away_errors():
                 self._renew(keys=[self._key], args=[self._value, 0])
-        except RedisAway as away:
+        except (RedisAway, RedisRefused) as away:
             telemetry.logger().warning("location_not_freed", location=self._location, error=str(away))
 
     def _acquire(self) -> None:
@@ -96,9 +96,13 @@ class LocationLock:
     def _refusal(self) -> RunMismatch:
         with away_errors():
             owner = _said(self._client.get(self._key))
+        if not {"pid", "host"} <= owner.keys():
+            return RunMismatch(
+                f"{self._location} is being run by someone who does not say who; if nobody runs it, delete the key "
+                f"that says so: redis-cli DEL {self._key}"
+            )
         return RunMismatch(
-            f"{self._location} is being run by process {owner.get('pid')} on {owner.get('host')}; "
-            f"to join it: {self._command}"
+            f"{self._location} is being run by process {owner['pid']} on {owner['host']}; to join it: {self._command}"
         )
 
     def _work(self) -> None:
@@ -107,7 +111,7 @@ class LocationLock:
                 with away_errors():
                     renewed = self._renew(keys=[self._key], args=[self._value, self._milliseconds])
                     self._is_lost = not (renewed or self._take())
-            except RedisAway as error:
+            except (RedisAway, RedisRefused) as error:
                 telemetry.logger().debug("location_waits", error=str(error))
 
 

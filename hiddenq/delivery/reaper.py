@@ -19,7 +19,7 @@ import redis
 
 from hiddenq import telemetry
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, RedisAway, UnknownSchema
+from hiddenq.contracts.errors import BadMessage, RedisAway, RedisRefused, UnknownSchema
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.delivery import jobs
 from hiddenq.delivery.connection import away_errors, raw, text
@@ -204,7 +204,7 @@ class Reaper:
         while not self._closing.wait(self._seconds):
             try:
                 self._reaping.once()
-            except RedisAway as error:
+            except (RedisAway, RedisRefused) as error:
                 telemetry.logger().debug("reaper_waits", error=str(error))
             except Exception:
                 telemetry.logger().exception("reaper_failed")

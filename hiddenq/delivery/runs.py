@@ -7,17 +7,18 @@ Invariant: a run's record is the same for every host and is never changed; its s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import redis
 from pydantic import ValidationError
 
 from hiddenq.contracts import names
 from hiddenq.contracts.base import Frozen
-from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.errors import RedisRefused, UsageError
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.contracts.run import RunConfig
-from hiddenq.delivery.connection import away_errors, is_away, raw, text
+from hiddenq.delivery.connection import away_errors, raw, text
+from hiddenq.delivery.foreign import reading
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.settings import DeliverySettings
 
@@ -121,28 +122,33 @@ def record_self_check(client: redis.Redis, run: str, check: SelfCheck) -> None:
 def self_checks(client: redis.Redis, run: str) -> list[SelfCheck]:
     """The newest self-checks of a run, oldest first."""
     with away_errors():
-        return [SelfCheck.model_validate_json(raw(line)) for line in client.lrange(f"{_key(run)}:checks", 0, -1)]
+        lines = client.lrange(f"{_key(run)}:checks", 0, -1)
+    with reading(f"{_key(run)}:checks"):
+        return [SelfCheck.model_validate_json(raw(line)) for line in lines]
 
 
 def batch_seconds(client: redis.Redis, run: str) -> list[float]:
     """Seconds from the GPU to the spool of the newest 500 batches, newest first."""
     with away_errors():
-        return [float(seconds) for seconds in client.lrange(f"{_key(run)}:seconds", 0, -1)]
+        found = client.lrange(f"{_key(run)}:seconds", 0, -1)
+    with reading(f"{_key(run)}:seconds"):
+        return [float(seconds) for seconds in found]
 
 
 def _read(client: redis.Redis, run: str) -> RunRecord | str | None:
     """A run's record, or why it can't be read; None if there is none."""
     try:
-        if not (found := client.hget(_key(run), "record")):
+        found, state = client.hmget(_key(run), "record", "state")
+        if not found:
             return None
         record = RunRecord.model_validate_json(raw(found))
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}"
-    except redis.ResponseError as error:
-        if is_away(error):
-            raise
+    except RedisRefused as error:
         return str(error)
+    if text(state) not in get_args(State):
+        return f"state: {text(state)[:80]!r}"
     if record.run != run:
         return f"it is that of run {record.run}"
     version, known = record.config.schema_version, RunConfig.supported_version()

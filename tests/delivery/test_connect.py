@@ -85,6 +85,7 @@ def test_a_redis_older_than_required_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", redis_server.password)
+    monkeypatch.setattr(stages, "configure_logging", lambda **options: None)  # it is the whole process's
     own = ".".join(redis_client.info("server")["redis_version"].split(".")[:2])
     assert len(own) == len(version), own
     with RedisProxy(redis_server.port) as proxy:

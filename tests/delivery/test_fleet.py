@@ -129,7 +129,7 @@ UNREADABLE = {
         record("broken").model_dump_json().replace('"schema_version":1', '"schema_version":2'),
         "version 2",
     ),
-    "another type": (None, "WRONGTYPE"),
+    "another type": (None, "hiddenq:run:broken in Redis holds a list, where hiddenq keeps a hash"),
     "nothing": ("", "Redis knows no such run; it knows whole"),
 }
 

@@ -260,3 +260,14 @@ def test_after_any_jump_of_the_clock_a_whole_lease_passes_before_anyone_is_calle
     while now <= 40.0 + after:
         assert not evidence.see(Look(now, 1000.0 + now + jump, "a"))
         now += 4.9
+
+
+def test_a_lease_that_someone_deleted_is_given_again_and_nothing_is_lost(bench: Bench) -> None:
+    bench.enqueue(2)
+    living, dead = bench.gpu_worker(settings=FASTER), bench.gpu_worker(settings=FASTER)
+    [held], [orphan] = living.claim(), dead.claim()
+    dead._keeper.close()
+    bench.client.delete("hiddenq:leases", "hiddenq:swept")
+    wait_until(lambda: bench.status(orphan.job_id) == "queued", what="the dead one's batch comes back")
+    living.publish(held, shard(held))
+    assert bench.run_all(living) == 1

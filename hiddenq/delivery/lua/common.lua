@@ -22,11 +22,15 @@
 --   hiddenq:leases                          zset "{job}:{execution}" -> Redis time at which the lease ends
 --   hiddenq:delayed                         zset job -> Redis time at which it is due (rq:scheduled mirrors it)
 --   hiddenq:executions                      zset execution -> Redis time of its last renewal
+--   hiddenq:runs                            set of runs
 --   hiddenq:run:{run}                       hash: record, state
 --   hiddenq:run:{run}:ledger                hash batch_id -> ledger entry (JSON)
 --   hiddenq:run:{run}:totals                hash: num_batches, num_samples, num_tokens, num_bytes
 --   hiddenq:run:{run}:dead                  zset job -> Redis time at which it was set aside
 --   hiddenq:run:{run}:seconds               list of the newest batch times
+--   hiddenq:run:{run}:checks                list of the newest self-checks (JSON)
+--   hiddenq:run:{run}:finishing             lock of the process that writes index and manifest
+--   hiddenq:owner:{location}                who runs a location (JSON)
 --   hiddenq:spools                          zset spool_id -> Redis time of its last heartbeat
 --   hiddenq:spool:{spool_id}                hash: host
 --   hiddenq:spool:{spool_id}:files          hash file name -> upload job that still needs it
@@ -34,6 +38,7 @@
 --   hiddenq:workers:seen                    zset "{role}:{target}" -> Redis time of its last report
 --   hiddenq:drained                         set of hosts that take no more work
 --   hiddenq:epoch                           another text after Redis lost its data
+-- Their types stand in foreign.py, too.
 
 local a = cjson.decode(ARGV[1])
 local INF = '+inf'
@@ -92,6 +97,13 @@ end
 
 local function is_committed(run, batch_id)
   return redis.call('HEXISTS', 'hiddenq:run:' .. run .. ':ledger', batch_id) == 1
+end
+
+-- The execution whose shard is the batch's; nil if there is none, or an entry that can't be read.
+local function winner(run, batch_id)
+  local entry = redis.call('HGET', 'hiddenq:run:' .. run .. ':ledger', batch_id)
+  local is_json, read = pcall(cjson.decode, entry or '')
+  return is_json and type(read) == 'table' and read.execution or nil
 end
 
 -- Takes an execution out of every place that says it is running.

@@ -5,8 +5,7 @@
 -- Returns "done" (again, if the reply was lost) or "lost".
 
 local queue = get(a.job, 'origin')
-local entry = redis.call('HGET', 'hiddenq:run:' .. a.run .. ':ledger', a.batch_id)
-if redis.call('EXISTS', 'rq:job:' .. a.upload_job) == 1 or (entry and cjson.decode(entry).execution == a.execution) then
+if redis.call('EXISTS', 'rq:job:' .. a.upload_job) == 1 or winner(a.run, a.batch_id) == a.execution then
   return 'done'
 end
 if not owns(a.job, a.execution) then

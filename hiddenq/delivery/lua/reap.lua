@@ -90,13 +90,17 @@ for _, spool in ipairs(redis.call('ZRANGEBYSCORE', 'hiddenq:spools', '-inf', sil
   end
 end
 
--- Now and then, by whoever comes first: forget what nobody asks about any more.
+-- Now and then, by whoever comes first: forget what nobody asks about any more, and give a lease to what runs without
+-- one (someone deleted the key): its worker renews it, or it runs out.
 if redis.call('SET', 'hiddenq:swept', '1', 'NX', 'EX', 60) then
   redis.call('ZREMRANGEBYSCORE', 'hiddenq:executions', '-inf', precise(now - EXECUTION_KEPT))
   for _, key in ipairs(redis.call('SMEMBERS', 'rq:queues')) do
     local queue = string.match(key, '^rq:queue:(hiddenq%-.*)$')
     if queue then
       redis.call('ZREMRANGEBYSCORE', 'rq:finished:' .. queue, '-inf', precise(now))
+      for _, member in ipairs(redis.call('ZRANGE', 'rq:wip:' .. queue, 0, -1)) do
+        redis.call('ZADD', 'hiddenq:leases', 'NX', precise(now + a.lease_seconds), member)
+      end
     end
   end
 end

@@ -7,8 +7,7 @@
 local ledger = 'hiddenq:run:' .. a.run .. ':ledger'
 
 local function verdict()
-  local entry = redis.call('HGET', ledger, a.batch_id)
-  return entry and cjson.decode(entry).execution == a.shard_execution and 'committed' or 'twin'
+  return winner(a.run, a.batch_id) == a.shard_execution and 'committed' or 'twin'
 end
 
 if get(a.job, 'status') == 'finished' and get(a.job, 'execution') == a.execution then
