@@ -34,6 +34,21 @@ def upload(folder: Path, location: S3Location, server: S3Server) -> StoreSetting
     return StoreSettings(endpoint_url=server.endpoint_url, region="us-east-1")
 
 
+@pytest.fixture
+def through_proxy(
+    model_run: MadeRun,
+    s3_server: S3Server,
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> StoreSettings:
+    """Settings that reach a run in a bucket through the proxy; requests are few and asked again at once."""
+    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
+    settings = upload(model_run.folder, s3_location, s3_server)
+    return settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url})
+
+
 def test_a_run_in_a_bucket_reads_streams_verifies_and_exports(
     model_run: MadeRun, s3_server: S3Server, s3_location: S3Location, tmp_path: Path
 ) -> None:
@@ -94,18 +109,13 @@ def test_an_index_in_a_bucket_is_read_once_for_all_samples(
 
 @pytest.mark.parametrize("fault", [Answer(503, "SlowDown"), Reset()], ids=str)
 def test_an_outage_in_the_middle_of_a_stream_is_waited_for(
-    model_run: MadeRun,
-    s3_server: S3Server,
     s3_location: S3Location,
     faulty_proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    through_proxy: StoreSettings,
     caplog: pytest.LogCaptureFixture,
     fault: Answer | Reset,
 ) -> None:
-    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
-    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
-    settings = upload(model_run.folder, s3_location, s3_server)
-    run = open_run(s3_location.uri, settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url}))
+    run = open_run(s3_location.uri, through_proxy)
     stream = HiddenStatesStream(run, prefetch_bytes=0, threads=1)
     iterator = iter(stream)
     got = [next(iterator).sample_id]
@@ -117,17 +127,11 @@ def test_an_outage_in_the_middle_of_a_stream_is_waited_for(
 
 
 def test_an_outage_that_lasts_ends_the_stream_which_can_go_on_later(
-    model_run: MadeRun,
-    s3_server: S3Server,
     s3_location: S3Location,
     faulty_proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    through_proxy: StoreSettings,
 ) -> None:
-    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
-    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
-    settings = upload(model_run.folder, s3_location, s3_server)
-    settings = settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url})
-    run = open_run(s3_location.uri, settings, wait_seconds=0.1)
+    run = open_run(s3_location.uri, through_proxy, wait_seconds=0.1)
     stream = HiddenStatesStream(run, prefetch_bytes=0, threads=1)
     iterator = iter(stream)
     got = [next(iterator).sample_id for _ in range(3)]
@@ -142,16 +146,12 @@ def test_an_outage_that_lasts_ends_the_stream_which_can_go_on_later(
 
 def test_verify_and_an_export_wait_for_an_outage(
     model_run: MadeRun,
-    s3_server: S3Server,
     s3_location: S3Location,
     faulty_proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    through_proxy: StoreSettings,
 ) -> None:
-    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
-    settings = upload(model_run.folder, s3_location, s3_server)
-    settings = settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url})
     reads = faulty_proxy.plan(Answer(503, "SlowDown"), times=s3_client.NUM_ATTEMPTS + 2, when=reads_shards)
-    report = verify(s3_location.uri, settings, threads=1)
+    report = verify(s3_location.uri, through_proxy, threads=1)
     assert report.ok, report.lines()
     assert reads.num_met == s3_client.NUM_ATTEMPTS + 2
     writes = faulty_proxy.plan(
@@ -160,22 +160,17 @@ def test_verify_and_an_export_wait_for_an_outage(
         when=lambda request: request.method == "PUT" and "data_0.ckpt" in request.target,
     )
     dest = s3_location.uri + "-export"
-    done = export(model_run.folder, ExportSettings(format="eagle"), dest, dest_settings=settings, threads=1)
+    done = export(model_run.folder, ExportSettings(format="eagle"), dest, dest_settings=through_proxy, threads=1)
     assert done.statement.complete
     assert writes.num_met == s3_client.NUM_ATTEMPTS + 2
 
 
 def test_a_stream_that_is_left_in_an_outage_does_not_wait_for_its_end(
-    model_run: MadeRun,
-    s3_server: S3Server,
     s3_location: S3Location,
     faulty_proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    through_proxy: StoreSettings,
 ) -> None:
-    monkeypatch.setattr(s3_client, "WAIT_SECONDS", 0.001)
-    monkeypatch.setattr("hiddenq.reader.ahead.GROUP_BYTES", 0)
-    settings = upload(model_run.folder, s3_location, s3_server)
-    run = open_run(s3_location.uri, settings.model_copy(update={"endpoint_url": faulty_proxy.endpoint_url}))
+    run = open_run(s3_location.uri, through_proxy)
     seen = itertools.count()
     plan = faulty_proxy.plan(Answer(503, "SlowDown"), when=lambda each: reads_shards(each) and next(seen) > 0)
     iterator = iter(HiddenStatesStream(run, threads=1))

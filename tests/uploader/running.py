@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Consumer, Ledger, connect, dead_letters, fleet, worker_name
+from hiddenq.delivery import Consumer, Ledger, connect, dead_letters, fleet, run_state, worker_name
 from hiddenq.storage import ObjectStore, Spool
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_until
 from tests.uploader.small_run import FAST, SmallRun
 from uploader import UploaderSettings
 from uploader.service import Uploader
@@ -77,6 +78,11 @@ def running_uploader(server: RedisServer, spool: Spool, **settings: Any) -> Iter
         yield running
     finally:
         running.stop()
+
+
+def finished(client: redis.Redis, run: SmallRun) -> None:
+    """Wait for a run's end."""
+    wait_until(lambda: run_state(client, run.name) == "finished", seconds=30, what="the run is finished")
 
 
 def invariant_holds(client: redis.Redis, run: SmallRun, store: ObjectStore, spool: Spool) -> None:

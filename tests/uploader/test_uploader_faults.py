@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,15 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused
-from hiddenq.delivery import Ledger, dead_letters, retry_dead, run_state
+from hiddenq.contracts.messages import ShardReady
+from hiddenq.delivery import Ledger, dead_letters, retry_dead
 from hiddenq.storage import LocalStore, ObjectStore, Spool, StoreSettings, local, open_store, s3_client
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.faulty_proxy import Answer, BlackHole, FaultyProxy, Reset, Slow, parts, puts
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Location, S3Server
 from tests.support.waiting import wait_until
-from tests.uploader.running import invariant_holds, running_uploader
+from tests.uploader.running import RunningUploader, finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import upload, waiting
 
@@ -38,69 +41,101 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "LONGEST_WAIT_SECONDS", 0.5)
 
 
-def start_in_s3(
-    run: SmallRun, client: redis.Redis, server: S3Server, location: S3Location, endpoint_url: str, **options: Any
-) -> ObjectStore:
-    """Start a run in S3, reached by the uploader through `endpoint_url`; returns the store, reached directly."""
-    store = open_store(location.uri, StoreSettings(endpoint_url=server.endpoint_url))
-    settings = StoreSettings(endpoint_url=endpoint_url, part_bytes=5 << 20, **options)
-    run.start(client, store, settings.model_dump(exclude_defaults=True))
-    return store
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A Redis, a spool, and an S3 store that uploaders reach through a proxy which can be told to fail."""
+
+    redis_server: RedisServer
+    client: redis.Redis
+    spool: Spool
+    proxy: FaultyProxy
+    server: S3Server
+    location: S3Location
+
+    def start(self, run: SmallRun, **options: Any) -> ObjectStore:
+        """Start a run in S3; returns its store, reached directly."""
+        store = open_store(self.location.uri, StoreSettings(endpoint_url=self.server.endpoint_url))
+        settings = StoreSettings(endpoint_url=self.proxy.endpoint_url, part_bytes=5 << 20, **options)
+        run.start(self.client, store, settings.model_dump(exclude_defaults=True))
+        return store
+
+    def extract(self, run: SmallRun, **options: Any) -> list[ShardReady]:
+        """Put shards of a run into the spool."""
+        return run.extract(self.client, self.spool, **options)
+
+    def uploader(self, **settings: Any) -> AbstractContextManager[RunningUploader]:
+        """An uploader of the spool."""
+        return running_uploader(self.redis_server, self.spool, **settings)
+
+    def finished(self, run: SmallRun) -> None:
+        """Wait for a run's end."""
+        finished(self.client, run)
+
+    def invariant_holds(self, run: SmallRun, store: ObjectStore) -> None:
+        """All of a run is in its store, and nothing is left over."""
+        invariant_holds(self.client, run, store, self.spool)
+
+    def finish(self, run: SmallRun, store: ObjectStore) -> None:
+        """With an uploader of its own a run comes to its end, and the invariant holds."""
+        with self.uploader():
+            self.finished(run)
+        self.invariant_holds(run, store)
 
 
-def finished(client: redis.Redis, run: SmallRun, seconds: float = 30) -> None:
-    wait_until(lambda: run_state(client, run.name) == "finished", seconds=seconds, what="the run is finished")
+@pytest.fixture
+def scene(
+    redis_server: RedisServer,
+    redis_client: redis.Redis,
+    spool: Spool,
+    faulty_proxy: FaultyProxy,
+    s3_server: S3Server,
+    s3_location: S3Location,
+) -> Scene:
+    return Scene(
+        redis_server=redis_server,
+        client=redis_client,
+        spool=spool,
+        proxy=faulty_proxy,
+        server=s3_server,
+        location=s3_location,
+    )
 
 
 def states(request: Any) -> bool:
     return puts(request) and "/states/" in request.target
 
 
-def test_a_503_ten_times_then_200_ends_with_everything_uploaded_and_no_attempt_used(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
-) -> None:
+def test_a_503_ten_times_then_200_ends_with_everything_uploaded_and_no_attempt_used(scene: Scene) -> None:
     run = small_run(num_batches=2)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    run.extract(redis_client, spool)
-    plan = faulty_proxy.plan(Answer(503, "SlowDown"), times=10, when=states)
-    with running_uploader(redis_server, spool, num_concurrent=1) as uploader:
-        finished(redis_client, run)
+    store = scene.start(run)
+    scene.extract(run)
+    plan = scene.proxy.plan(Answer(503, "SlowDown"), times=10, when=states)
+    with scene.uploader(num_concurrent=1) as uploader:
+        scene.finished(run)
         assert plan.num_met == 10
         assert uploader.metric("retries_total", error="SlowDown") == 8
         assert uploader.metric("errors_total", error="StoreAway") == 2
         assert uploader.metric("store_away") == 0
         assert uploader.status.report().num_failures == 0
-    invariant_holds(redis_client, run, store, spool)
+    scene.invariant_holds(run, store)
 
 
-def test_an_outage_is_told_and_waited_for_longer_than_any_lease(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
-) -> None:
+def test_an_outage_is_told_and_waited_for_longer_than_any_lease(scene: Scene) -> None:
     run = small_run(num_batches=3)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url, timeout_seconds=0.5)
-    run.extract(redis_client, spool)
-    with running_uploader(redis_server, spool) as uploader:
+    store = scene.start(run, timeout_seconds=0.5)
+    scene.extract(run)
+    with scene.uploader() as uploader:
         for fault in (BlackHole(), Reset(), Answer(500, "InternalError")):
-            faulty_proxy.plan(fault)
+            scene.proxy.plan(fault)
             wait_until(lambda: uploader.metric("store_away") == 1)
         report = wait_until(lambda: (r := uploader.status.report()).state == "waiting" and r)
         assert report.detail
         time.sleep(2 * run.settings.lease_seconds)  # longer than a lease lasts without a renewal
-        assert len(spool.files()) == 3
-        faulty_proxy.heal()
-        finished(redis_client, run)
+        assert len(scene.spool.files()) == 3
+        scene.proxy.heal()
+        scene.finished(run)
         assert uploader.error is None
-    invariant_holds(redis_client, run, store, spool)
+    scene.invariant_holds(run, store)
 
 
 @pytest.mark.parametrize(
@@ -109,60 +144,48 @@ def test_an_outage_is_told_and_waited_for_longer_than_any_lease(
     ids=["refuses", "is away"],
 )
 def test_a_run_whose_store_fails_waits_while_the_other_runs_of_the_spool_go_on(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
+    scene: Scene,
     store: LocalStore,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
     fault: Answer,
     reason: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing, other = small_run(name="failing", num_batches=3), small_run(name="other", num_batches=3, seed=1)
-    failing_store = start_in_s3(failing, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    other.start(redis_client, store)
-    failing.extract(redis_client, spool)
-    other.extract(redis_client, spool)
-    faulty_proxy.plan(fault, when=states)
+    failing_store = scene.start(failing)
+    other.start(scene.client, store)
+    scene.extract(failing)
+    scene.extract(other)
+    scene.proxy.plan(fault, when=states)
     caplog.set_level("INFO")
-    with running_uploader(redis_server, spool, num_concurrent=1) as uploader:
-        finished(redis_client, other)
-        assert len(spool.files()) == 3, "every shard of the run that waits is kept"
+    with scene.uploader(num_concurrent=1) as uploader:
+        scene.finished(other)
+        assert len(scene.spool.files()) == 3, "every shard of the run that waits is kept"
         wait_until(lambda: uploader.metric("waiting_runs") == 1 and uploader.metric("store_away") == 1)
         report = wait_until(lambda: (r := uploader.status.report()).state == "waiting" and r)
         assert reason in report.detail
         told = {record.msg["event"] for record in caplog.records if reason in str(record.msg)}  # type: ignore[index]
         assert told & {"run_refused", "handed_back"}
-        faulty_proxy.heal()
-        finished(redis_client, failing)
+        scene.proxy.heal()
+        scene.finished(failing)
         wait_until(lambda: uploader.metric("waiting_runs") == 0 and uploader.metric("store_away") == 0)
         assert uploader.error is None
-    invariant_holds(redis_client, failing, failing_store, spool)
-    invariant_holds(redis_client, other, store, spool)
+    scene.invariant_holds(failing, failing_store)
+    scene.invariant_holds(other, store)
 
 
-def test_a_run_that_worked_and_is_refused_later_waits_until_it_is_mended(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
-) -> None:
+def test_a_run_that_worked_and_is_refused_later_waits_until_it_is_mended(scene: Scene) -> None:
     run = small_run(num_batches=3)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    run.extract(redis_client, spool, limit=1)
-    with running_uploader(redis_server, spool) as uploader:
+    store = scene.start(run)
+    scene.extract(run, limit=1)
+    with scene.uploader() as uploader:
         wait_until(lambda: uploader.metric("files_total", result="committed") == 1)
-        faulty_proxy.plan(Answer(403, "AccessDenied"), when=states)
-        run.extract(redis_client, spool)
+        scene.proxy.plan(Answer(403, "AccessDenied"), when=states)
+        scene.extract(run)
         wait_until(lambda: uploader.metric("errors_total", error="StoreRefused") > 1)
         wait_until(lambda: "run small waits: " in uploader.status.report().detail)
-        faulty_proxy.heal()
-        finished(redis_client, run)
-    invariant_holds(redis_client, run, store, spool)
+        scene.proxy.heal()
+        scene.finished(run)
+    scene.invariant_holds(run, store)
 
 
 @pytest.mark.parametrize(
@@ -176,121 +199,94 @@ def test_a_run_that_worked_and_is_refused_later_waits_until_it_is_mended(
 def test_the_only_run_refused_from_the_start_ends_the_process_and_the_next_one_uploads_everything(
     answer: Answer,
     reason: str,
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
+    scene: Scene,
 ) -> None:
     run = small_run(num_batches=3)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    run.extract(redis_client, spool)
-    faulty_proxy.plan(answer, when=states)
-    with running_uploader(redis_server, spool) as uploader:
+    store = scene.start(run)
+    scene.extract(run)
+    scene.proxy.plan(answer, when=states)
+    with scene.uploader() as uploader:
         error = uploader.join()
     assert isinstance(error, StoreRefused)
     assert reason in str(error)
-    assert len(spool.files()) == 3
-    faulty_proxy.heal()
-    with running_uploader(redis_server, spool):
-        finished(redis_client, run)
-    invariant_holds(redis_client, run, store, spool)
+    assert len(scene.spool.files()) == 3
+    scene.proxy.heal()
+    scene.finish(run, store)
 
 
 def test_a_shard_too_large_for_its_store_is_a_dead_letter_with_the_reason_and_a_later_retry_mends_it(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
+    scene: Scene,
 ) -> None:
     run = small_run(num_batches=3)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    run.extract(redis_client, spool, limit=1)
-    with running_uploader(redis_server, spool) as uploader:
+    store = scene.start(run)
+    scene.extract(run, limit=1)
+    with scene.uploader() as uploader:
         wait_until(lambda: uploader.metric("files_total", result="committed") == 1)
-        faulty_proxy.plan(Answer(400, "EntityTooLarge"), when=lambda r: states(r) and "/000001-" in r.target)
-        run.extract(redis_client, spool)
+        scene.proxy.plan(Answer(400, "EntityTooLarge"), when=lambda r: states(r) and "/000001-" in r.target)
+        scene.extract(run)
         manifest = wait_until(lambda: load_manifest(store))
         assert (manifest.complete, manifest.dead_letters) == (False, ("000001",))
-        [letter] = dead_letters(redis_client, run.name)
+        [letter] = dead_letters(scene.client, run.name)
         assert letter.reason.startswith("hiddenq.contracts.errors.ObjectTooLarge: ")
         assert "the store takes no object of this size; lower --max-shard-bytes (EntityTooLarge)" in letter.reason
         name = run.published["000001"].file_name
-        assert (spool.folder / "quarantine" / name).exists(), "the file is set aside, not lost"
-        assert "takes no object of this size" in (spool.folder / "quarantine" / f"{name}.reason").read_text()
+        assert (scene.spool.folder / "quarantine" / name).exists(), "the file is set aside, not lost"
+        assert "takes no object of this size" in (scene.spool.folder / "quarantine" / f"{name}.reason").read_text()
         assert uploader.error is None
-        faulty_proxy.heal()
-        retry_dead(redis_client, run.name)
-        wait_until(lambda: run.extract(redis_client, spool))
-        finished(redis_client, run)
-    invariant_holds(redis_client, run, store, spool)
+        scene.proxy.heal()
+        retry_dead(scene.client, run.name)
+        wait_until(lambda: scene.extract(run))
+        scene.finished(run)
+    scene.invariant_holds(run, store)
 
 
-def test_a_stop_during_an_outage_hands_the_shard_back_at_once(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
-) -> None:
+def test_a_stop_during_an_outage_hands_the_shard_back_at_once(scene: Scene) -> None:
     run = small_run(num_batches=1)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    run.extract(redis_client, spool)
-    faulty_proxy.plan(Answer(503, "SlowDown"), when=states)
-    with running_uploader(redis_server, spool) as uploader:
+    store = scene.start(run)
+    scene.extract(run)
+    scene.proxy.plan(Answer(503, "SlowDown"), when=states)
+    with scene.uploader() as uploader:
         wait_until(lambda: uploader.metric("store_away") == 1)
         began = time.monotonic()
     assert time.monotonic() - began < 5
-    assert redis_client.llen(f"rq:queue:{names.upload_queue(spool.spool_id)}") == 1
-    faulty_proxy.heal()
-    with running_uploader(redis_server, spool):
-        finished(redis_client, run)
-    invariant_holds(redis_client, run, store, spool)
+    assert scene.client.llen(f"rq:queue:{names.upload_queue(scene.spool.spool_id)}") == 1
+    scene.proxy.heal()
+    scene.finish(run, store)
 
 
 @pytest.mark.slow
-def test_a_slow_store_pauses_the_workers_at_the_mark_and_throughput_returns(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    tmp_path: Path,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
-) -> None:
+def test_a_slow_store_pauses_the_workers_at_the_mark_and_throughput_returns(scene: Scene, tmp_path: Path) -> None:
     run = small_run(num_batches=24, num_samples=40)
     size = len(run.shard_bytes("000000")[0])
     spool = Spool.open(tmp_path / "spool", high_bytes=6 * size, low_bytes=3 * size)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    slow = faulty_proxy.plan(Slow(5 * size), times=8, when=states)
+    scene = replace(scene, spool=spool)
+    store = scene.start(run)
+    slow = scene.proxy.plan(Slow(5 * size), times=8, when=states)
     most, pauses = 0, 0
 
     def work() -> None:
         nonlocal most, pauses
-        with run.worker(redis_client, spool) as consumer:
+        with run.worker(scene.client, scene.spool) as consumer:
             while claims := consumer.claim(1):
                 for claim in claims:
                     name = names.shard_file_name(claim.message.batch_id, claim.execution)
-                    while (file := spool.reserve(name, 2 * size)) is None:
+                    while (file := scene.spool.reserve(name, 2 * size)) is None:
                         pauses += 1
                         time.sleep(0.01)
-                    most = max(most, spool.usage().num_bytes)
+                    most = max(most, scene.spool.usage().num_bytes)
                     file.discard()
-                    consumer.publish(claim, run.put_into_spool(spool, claim.message, claim.execution))
+                    consumer.publish(claim, run.put_into_spool(scene.spool, claim.message, claim.execution))
 
     worker = threading.Thread(target=work)
-    with running_uploader(redis_server, spool) as uploader:
+    with scene.uploader() as uploader:
         worker.start()
         wait_until(lambda: "GPU workers wait" in uploader.status.report().detail)
         worker.join(60)
-        finished(redis_client, run)
+        scene.finished(run)
     assert slow.num_met == 8
     assert pauses > 0
     assert most <= 6 * size
-    invariant_holds(redis_client, run, store, spool)
+    scene.invariant_holds(run, store)
 
 
 KILL = """
@@ -346,38 +342,35 @@ def test_kill_9_at_any_moment_costs_nothing(
 
 
 def test_kill_9_in_a_multipart_upload_leaves_parts_that_are_swept_and_the_shard_is_sent_again(
-    redis_server: RedisServer,
-    redis_client: redis.Redis,
-    spool: Spool,
-    faulty_proxy: FaultyProxy,
-    s3_server: S3Server,
-    s3_location: S3Location,
+    scene: Scene,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = small_run(num_batches=1, num_samples=80, hidden_size=2048)
-    store = start_in_s3(run, redis_client, s3_server, s3_location, faulty_proxy.endpoint_url)
-    (shard,) = run.extract(redis_client, spool)
+    store = scene.start(run)
+    (shard,) = scene.extract(run)
     assert shard.num_bytes > 10 << 20
-    plan = faulty_proxy.plan(BlackHole(), when=lambda r: parts(r) and states(r))
+    plan = scene.proxy.plan(BlackHole(), when=lambda r: parts(r) and states(r))
     program = (
         "import sys; from pathlib import Path; from uploader import UploaderSettings, serve\n"
         "serve(UploaderSettings(spool=Path(sys.argv[1]), metrics_port=0, nice=0))"
     )
-    environment = {**os.environ, "HIDDENQ_REDIS_URL": redis_server.url}
-    process = subprocess.Popen([sys.executable, "-c", program, str(spool.folder)], env=environment)
+    environment = {**os.environ, "HIDDENQ_REDIS_URL": scene.redis_server.url}
+    process = subprocess.Popen([sys.executable, "-c", program, str(scene.spool.folder)], env=environment)
     wait_until(lambda: plan.num_met > 0)
     process.kill()
     process.wait()
-    faulty_proxy.heal()
+    scene.proxy.heal()
     monkeypatch.setattr("hiddenq.storage.s3.UNFINISHED_SECONDS", -1)
 
     def open_uploads() -> list[Any]:
-        answer = s3_server.client().list_multipart_uploads(Bucket=s3_location.bucket, Prefix=s3_location.prefix)
+        answer = scene.server.client().list_multipart_uploads(
+            Bucket=scene.location.bucket, Prefix=scene.location.prefix
+        )
         return list(answer.get("Uploads", ()))
 
     assert len(open_uploads()) == 1
-    with running_uploader(redis_server, spool):
-        finished(redis_client, run)
+    with scene.uploader():
+        scene.finished(run)
         wait_until(lambda: not open_uploads(), what="the killed upload is aborted")
     assert store.checksum(names.shard_key(shard.batch.batch_id, shard.execution)) == shard.checksum
-    invariant_holds(redis_client, run, store, spool)
+    scene.invariant_holds(run, store)

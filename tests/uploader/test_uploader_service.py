@@ -15,20 +15,16 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, RunMismatch, StoreRefused, UsageError
-from hiddenq.delivery import Ledger, dead_letters, fleet, retry_dead, run_state
+from hiddenq.delivery import Ledger, dead_letters, fleet, retry_dead
 from hiddenq.storage import LocalStore, Spool
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import free_port
 from tests.support.waiting import wait_until
-from tests.uploader.running import RunningUploader, invariant_holds, running_uploader
+from tests.uploader.running import RunningUploader, finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
 from uploader import UploaderSettings, serve
 from uploader.upload import check_header, ledger_entry
-
-
-def finished(client: redis.Redis, run: SmallRun) -> None:
-    wait_until(lambda: run_state(client, run.name) == "finished", what="the run is finished")
 
 
 def test_every_shard_ends_in_the_store_and_in_the_ledger_and_no_longer_in_the_spool(
