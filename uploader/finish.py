@@ -1,4 +1,4 @@
-"""The end of a run: index, dead letters, manifest; no twins left.
+"""The end of a run: index, dead letters, manifest; no twins and nothing half written left.
 
 Invariant: the manifest is written last and describes what was in the store when it was written, because its writer
 holds the run's finishing lock until then, and takes the old manifest away before it touches the index. Finishing again
@@ -18,7 +18,12 @@ from redis.exceptions import LockError
 from hiddenq import telemetry
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, MissingShard, ObjectMissing, TransientError, UnknownSchema
+from hiddenq.contracts.errors import (
+    BadMessage,
+    ObjectMissing,
+    TransientError,
+    UnknownSchema,
+)
 from hiddenq.contracts.manifest import BatchPlan, DeadLetter, Manifest
 from hiddenq.contracts.messages import LedgerEntry
 from hiddenq.contracts.shard import ShardFormat
@@ -27,6 +32,7 @@ from hiddenq.delivery.connection import away_errors
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_batches, load_manifest
 from uploader.index import build_index, indexed_shards
+from uploader.leftovers import remove_losers, remove_unfinished
 from uploader.runs import check_same_run
 
 
@@ -47,6 +53,7 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
         letters = dead_letters(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
+        remove_unfinished(client, record.run, store)
         stored_index = _stored_index(store)
         if (existing := _readable_manifest(store)) and _is_final(existing, record, batches, entries, stored_index):
             mark_finished(client, record.run)
@@ -85,35 +92,6 @@ def mirror_run(store: ObjectStore, mirror: ObjectStore) -> None:
     keys = [info.key for info in store.list() if not info.key.startswith(names.STATES_PREFIX)]
     for key in sorted(keys, key=lambda key: (key == names.MANIFEST, key)):
         mirror.put_bytes(key, store.get_bytes(key))
-
-
-def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int:
-    """Remove shards that lost to another of their batch; returns how many.
-
-    Shards of batches that are not committed are left: they may be on their way into the ledger.
-
-    Raises:
-        MissingShard: a committed shard is not there, or not of its size.
-    """
-    sizes = {entry.key: entry.num_bytes for entry in entries.values()}
-    losers: list[tuple[str, str]] = []
-    for info in store.list(names.STATES_PREFIX):
-        parsed = names.parse_shard_name(info.key)
-        if info.key in sizes:
-            if info.num_bytes != sizes[info.key]:
-                raise MissingShard(f"{info.key}: committed with {sizes[info.key]} bytes, found {info.num_bytes}")
-            del sizes[info.key]
-        elif parsed and parsed[0] in entries:
-            losers.append((info.key, entries[parsed[0]].execution))
-    if sizes:
-        raise MissingShard(
-            f"{store.uri}: {len(sizes)} committed shards are gone from the store, first {min(sizes)}; "
-            "`hiddenq verify` lists them"
-        )
-    for key, committed in losers:  # only now that each winner was seen
-        store.delete(key)
-        telemetry.logger().info("twin_removed", key=key, committed=committed)
-    return len(losers)
 
 
 def _readable_manifest(store: ObjectStore) -> Manifest | None:

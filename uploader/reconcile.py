@@ -32,15 +32,14 @@ from hiddenq.delivery import (
     restore_uploads,
     run_state,
     spool_file_names,
+    upload_is_live,
 )
-from hiddenq.delivery.connection import away_errors, text
 from hiddenq.storage import Spool, SpoolEntry
 from hiddenq.storage.runfiles import load_batches
 from uploader.runs import OpenRun, Runs
 
 UNKNOWN_RUN_SECONDS = 3600.0
 """A shard of a run that Redis does not know waits so long for the run to come back."""
-_LIVE = frozenset({"queued", "started", "scheduled"})
 
 
 class Orphan(NamedTuple):
@@ -126,10 +125,7 @@ class Reconciler:
     def _sweep_store(self, run: OpenRun) -> None:
         def is_abandoned(file_name: str) -> bool:
             batch_id, execution = _parse(file_name)
-            job = names.upload_job_id(run.record.run, batch_id, execution)
-            with away_errors():
-                status = text(self._client.hget(f"rq:job:{job}", "status") or b"")
-            return status not in _LIVE and self._is_dead(execution)
+            return not upload_is_live(self._client, run.record.run, batch_id, execution) and self._is_dead(execution)
 
         if num_removed := run.store.abort_unfinished(is_abandoned):
             self._log.info("unfinished_uploads_removed", run=run.record.run, num=num_removed)

@@ -32,6 +32,7 @@ from hiddenq.delivery import (
 )
 from hiddenq.storage import Spool
 from uploader.finish import finish_run, mirror_run
+from uploader.leftovers import remove_unfinished
 from uploader.reconcile import Reconciler
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
@@ -201,6 +202,7 @@ class Uploader:
             mirror = mirror_of(name, self._settings)
             if mirror and self._settings.index == 0:
                 mirror_run(run.store, mirror)
+                remove_unfinished(self._client, name, mirror)
             self._finished[name] = (committed, dead)
         except HiddenqError as error:
             telemetry.logger().warning("not_finished", run=name, error=str(error), next="tried again")

@@ -37,7 +37,7 @@ from hiddenq.delivery.fleet import (
 )
 from hiddenq.delivery.ledger import Ledger, LedgerTotals
 from hiddenq.delivery.location import LocationLock
-from hiddenq.delivery.outlook import stuck_reason, uploads_of
+from hiddenq.delivery.outlook import stuck_reason, upload_is_live, uploads_of
 from hiddenq.delivery.reaper import Reaper, execution_is_dead, execution_is_known, spool_file_names
 from hiddenq.delivery.runs import (
     RunRecord,
@@ -104,6 +104,7 @@ __all__ = [
     "self_checks",
     "spool_file_names",
     "stuck_reason",
+    "upload_is_live",
     "uploads_of",
     "worker_name",
 ]

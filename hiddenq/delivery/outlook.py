@@ -17,6 +17,9 @@ from hiddenq.contracts import names
 from hiddenq.delivery.connection import away_errors, text
 from hiddenq.delivery.fleet import FleetSnapshot, WorkerStatus
 
+LIVE = frozenset({b"queued", b"started", b"scheduled"})
+"""RQ's statuses of a job that is not at its end."""
+
 
 def uploads_of(client: redis.Redis, run: str) -> dict[str, int]:
     """How many shards of a run are on their way to the store, by spool: waiting, started or delayed."""
@@ -35,6 +38,13 @@ def uploads_of(client: redis.Redis, run: str) -> dict[str, int]:
         for spool, *triple in zip(spools, answers, answers, answers, strict=True)
     }
     return {spool: num for spool, num in nums.items() if num}
+
+
+def upload_is_live(client: redis.Redis, run: str, batch_id: str, execution: str) -> bool:
+    """Whether a shard's upload job waits, is started or delayed: somebody may be writing to the store, or will be."""
+    with away_errors():
+        status = client.hget(f"rq:job:{names.upload_job_id(run, batch_id, execution)}", "status")
+    return status in LIVE
 
 
 def stuck_reason(snapshot: FleetSnapshot, run: str, uploads: Mapping[str, int]) -> str | None:

@@ -32,13 +32,11 @@ from hiddenq.storage.files import (
     temporary_token,
     umask,
 )
-from hiddenq.storage.store import ObjectInfo, StoreCapabilities
+from hiddenq.storage.store import UNFINISHED_SECONDS, ObjectInfo, StoreCapabilities
 
 CHUNK_BYTES = 8 << 20
 CHECKSUM_ATTRIBUTE = "user.hiddenq.checksum"
 """Extended attribute that keeps a shard's checksum beside it, where the file system has such things."""
-UNFINISHED_SECONDS = 600
-"""A temporary file younger than this is never swept, whatever is known of its execution."""
 
 
 class LocalStore:
@@ -142,16 +140,20 @@ class LocalStore:
         except OSError as error:
             raise StoreRefused(f"{self.uri}: can't be read: {error.strerror}") from error
 
-    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool], *, shard_age_seconds: float | None = None) -> int:
         num_removed = 0
+        shard_age = UNFINISHED_SECONDS if shard_age_seconds is None else shard_age_seconds
         with self._errors(""):
             for folder, _, found in _walk_folders(self.folder):
                 for name in found:
                     path = Path(folder, name)
-                    if temporary_token(name) is None or not older_than(path, UNFINISHED_SECONDS):
+                    if temporary_token(name) is None:
                         continue
                     target = name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
-                    if names.parse_shard_name(target) is None or is_abandoned(target):
+                    is_shard = names.parse_shard_name(target) is not None
+                    if not older_than(path, shard_age if is_shard else UNFINISHED_SECONDS):
+                        continue
+                    if not is_shard or is_abandoned(target):
                         path.unlink(missing_ok=True)
                         num_removed += 1
         return num_removed

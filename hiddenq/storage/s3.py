@@ -25,14 +25,13 @@ from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, 
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import Body, PartBuffer
 from hiddenq.storage.files import opened
-from hiddenq.storage.local import UNFINISHED_SECONDS
 from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_errors import refusal_code
 from hiddenq.storage.s3_listing import age_seconds, pages
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
 from hiddenq.storage.s3_probe import METADATA_CHECKSUM, PROBE_PREFIX, S3Abilities, probe, proof_of
 from hiddenq.storage.settings import StoreSettings
-from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
+from hiddenq.storage.store import UNFINISHED_SECONDS, ObjectInfo, StoreCapabilities, StoreObserver
 
 _READ_BYTES = 8 << 20
 _buffer = PartBuffer()
@@ -146,13 +145,15 @@ class S3Store:
         except ObjectMissing as error:
             raise StoreRefused(f"{self.uri}: no such bucket; create it, or check its name") from error
 
-    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool], *, shard_age_seconds: float | None = None) -> int:
         num_removed = 0
+        shard_age = UNFINISHED_SECONDS if shard_age_seconds is None else shard_age_seconds
         try:
             for page in self._pages("list_multipart_uploads", Prefix=self._prefix):
                 for upload in page.get("Uploads", ()):
                     key = upload["Key"].removeprefix(self._prefix)
-                    if age_seconds(page, upload["Initiated"]) > UNFINISHED_SECONDS and _may_go(key, is_abandoned):
+                    age = UNFINISHED_SECONDS if key.startswith(PROBE_PREFIX) else shard_age
+                    if age_seconds(page, upload["Initiated"]) >= age and _may_go(key, is_abandoned):
                         num_removed += self._abort(upload["Key"], upload["UploadId"])
         except StoreRefused as error:
             if refusal_code(error) != "NotImplemented":  # some old stores have no such list

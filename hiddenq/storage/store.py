@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+UNFINISHED_SECONDS = 600.0
+"""What began less than so long ago is not swept, unless it is known to have ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
@@ -121,9 +124,10 @@ class ObjectStore(Protocol):
         """Raise `StoreRefused` unless the location exists and may be read."""
         ...
 
-    def abort_unfinished(self, is_abandoned: Callable[[str], bool]) -> int:
+    def abort_unfinished(self, is_abandoned: Callable[[str], bool], *, shard_age_seconds: float | None = None) -> int:
         """Remove what interrupted uploads left; returns how many.
 
-        `is_abandoned` is asked with a shard's file name, and only for uploads that began more than 10 minutes ago.
+        `is_abandoned` is asked with a shard's file name, and only for uploads that began at least `shard_age_seconds`
+        ago (10 minutes by default); what is no shard's goes after 10 minutes.
         """
         ...

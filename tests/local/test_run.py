@@ -29,6 +29,7 @@ def assert_complete(ended: Ended, out: Path, num_samples: int) -> Run:
     assert manifest["num_samples_committed"] == num_samples
     shards = [path.name for path in shard_files(out)]
     assert len(shards) == manifest["num_batches"], "one shard a batch"
+    assert [path.name for path in (out / "states").iterdir() if path.name.startswith(".")] == [], "nothing half written"
     assert [path.name for path in (out / ".hiddenq" / "spool").glob("*.safetensors")] == [], "spool empty"
     run = hiddenq.open_run(out)
     assert len(run) == num_samples

@@ -192,6 +192,26 @@ def test_losing_twins_are_removed_and_open_batches_are_left_alone(
     assert {info.key for info in store.list("states/")} == committed | {open_shard}
 
 
+def test_what_a_killed_uploader_left_half_written_is_gone_at_the_end_and_what_one_still_writes_is_not(
+    run: SmallRun, redis_client: redis.Redis, spool: Spool, store: LocalStore
+) -> None:
+    commit(run, redis_client, spool, store, num_batches=4)
+    [under_way] = run.extract(redis_client, spool, limit=1)
+    for shard in run.published.values():
+        if shard is not under_way:  # `commit` does no more than the store's part
+            job = names.upload_job_id(run.name, shard.batch.batch_id, shard.execution)
+            redis_client.hset(f"rq:job:{job}", "status", "finished")
+    states = store.folder / "states"
+    dead = states / f".tmp-00000001-{run.published['000000'].file_name}"
+    twin = states / f".tmp-00000002-{names.shard_file_name('000001', 'abcdef01')}"
+    live = states / f".tmp-00000003-{under_way.file_name}"
+    another = store.folder / ".tmp-00000004-owner.json"
+    for path in (dead, twin, live, another):
+        path.write_bytes(b"half")
+    assert not finish_run(redis_client, run.record(store), store).complete
+    assert {path for path in (dead, twin, live, another) if path.exists()} == {live, another}
+
+
 def test_no_manifest_counts_a_shard_that_is_not_there(
     run: SmallRun, redis_client: redis.Redis, spool: Spool, store: LocalStore
 ) -> None:
