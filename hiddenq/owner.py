@@ -13,16 +13,15 @@ import contextlib
 import itertools
 import json
 import secrets
-import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError, ObjectMissing, RunMismatch
 from hiddenq.delivery import DeliverySettings, LocationLock
+from hiddenq.delivery.background import Background
 from hiddenq.delivery.whereabouts import is_gone, whereabouts
 from hiddenq.storage import ObjectStore
 from hiddenq.telemetry import logger
@@ -54,26 +53,25 @@ def owned(
         yield check
 
 
-class OwnerMark:
+class OwnerMark(Background):
     """Holds a location while it is open; a context manager with a thread that renews."""
 
     def __init__(
         self, store: ObjectStore, *, renew_seconds: float = RENEW_SECONDS, watch_seconds: float = WATCH_SECONDS
     ) -> None:
+        super().__init__("owner", renew_seconds)
         self._store = store
-        self._renew_seconds, self._watch_seconds = renew_seconds, watch_seconds
+        self._watch_seconds = watch_seconds
         self._me = {**whereabouts(), "token": secrets.token_hex(8)}
         self._taken_by: dict[str, Any] | None = None
         self._count = itertools.count()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
 
     def check(self) -> None:
         """Raise `RunMismatch` if another owner has taken the location by now."""
         if self._taken_by:
             raise self._refusal(self._taken_by)
 
-    def __enter__(self) -> Self:
+    def _begin(self) -> None:
         """Take the location.
 
         Raises:
@@ -86,31 +84,26 @@ class OwnerMark:
             if (now := self._read()) and now != found:
                 raise self._refusal(now)
         self._write()
-        self._closing.wait(min(SETTLE_SECONDS, self._renew_seconds / 2))
+        self._closing.wait(min(SETTLE_SECONDS, self._seconds / 2))
         self._look()
         self.check()
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        self._thread.join()
+    def _end(self) -> None:
         try:
             if not self._taken_by:
                 self._store.delete(names.OWNER)
         except HiddenqError as away:
             logger().warning("owner_mark_left", location=self._store.uri, error=str(away))
 
-    def _work(self) -> None:
-        while not self._taken_by and not self._closing.wait(self._renew_seconds):
-            try:
-                self._look()
-                if not self._taken_by:
-                    self._write()
-            except HiddenqError as away:
-                logger().debug("owner_mark_waits", error=str(away))
+    def _round(self) -> None:
+        if self._taken_by:
+            return
+        try:
+            self._look()
+            if not self._taken_by:
+                self._write()
+        except HiddenqError as away:
+            logger().debug("owner_mark_waits", error=str(away))
 
     def _look(self) -> None:
         """See whether the mark is still this owner's; one that was removed is nobody else's."""

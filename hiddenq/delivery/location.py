@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 
 from hiddenq import telemetry
 from hiddenq.contracts.errors import RedisAway, RedisRefused, RunMismatch
+from hiddenq.delivery.background import Background
 from hiddenq.delivery.connection import Patience, away_errors, raw
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.whereabouts import is_gone, whereabouts
@@ -30,23 +29,21 @@ return tonumber(ARGV[2]) > 0 and redis.call('PEXPIRE', KEYS[1], ARGV[2]) or redi
 """
 
 
-class LocationLock:
+class LocationLock(Background):
     """Holds an output location while it is open; a context manager with a thread that renews.
 
     `command` is what joins the run that is going on, told to whoever comes second.
     """
 
     def __init__(self, client: redis.Redis, location: str, *, settings: DeliverySettings, command: str) -> None:
+        super().__init__("location", settings.renew_seconds)
         self._client = client
         self._key = _key(location)
         self._location = location
         self._command = command
         self._milliseconds = int(settings.lease_seconds * 1000)
-        self._seconds = settings.renew_seconds
         self._value = json.dumps({**whereabouts(), "token": secrets.token_hex(8)})
         self._is_lost = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="location", daemon=True)
         self._renew = client.register_script(_RENEW)
 
     @staticmethod
@@ -60,16 +57,10 @@ class LocationLock:
         if self._is_lost:
             raise self._refusal()
 
-    def __enter__(self) -> Self:
+    def _begin(self) -> None:
         Patience()(self._acquire)
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        self._thread.join()
+    def _end(self) -> None:
         try:
             with away_errors():
                 self._renew(keys=[self._key], args=[self._value, 0])
@@ -105,14 +96,13 @@ class LocationLock:
             f"{self._location} is being run by process {owner['pid']} on {owner['host']}; to join it: {self._command}"
         )
 
-    def _work(self) -> None:
-        while not self._closing.wait(self._seconds):
-            try:
-                with away_errors():
-                    renewed = self._renew(keys=[self._key], args=[self._value, self._milliseconds])
-                    self._is_lost = not (renewed or self._take())
-            except (RedisAway, RedisRefused) as error:
-                telemetry.logger().debug("location_waits", error=str(error))
+    def _round(self) -> None:
+        try:
+            with away_errors():
+                renewed = self._renew(keys=[self._key], args=[self._value, self._milliseconds])
+                self._is_lost = not (renewed or self._take())
+        except (RedisAway, RedisRefused) as error:
+            telemetry.logger().debug("location_waits", error=str(error))
 
 
 def _said(value: Any) -> dict[str, Any]:

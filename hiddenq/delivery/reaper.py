@@ -8,12 +8,10 @@ script checks the clock once more in the same step that reaps.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 
@@ -22,6 +20,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, RedisAway, RedisRefused, UnknownSchema
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.delivery import jobs
+from hiddenq.delivery.background import Background
 from hiddenq.delivery.connection import away_errors, raw, text
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.settings import DeliverySettings
@@ -165,49 +164,27 @@ class Reaping:
         return remade
 
 
-class Reaper:
-    """A thread that reaps, for processes that consume nothing: the supervisor, the monitor, the producer.
+class Reaper(Background):
+    """Reaps in a thread, for processes that consume nothing: the supervisor, the monitor, the producer.
 
     A context manager; it keeps quiet while Redis is away.
     """
 
     def __init__(self, client: redis.Redis, settings: DeliverySettings) -> None:
+        super().__init__("reaper", settings.reap_seconds)
         self._reaping = Reaping(client, settings)
-        self._seconds = settings.reap_seconds
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="reaper", daemon=True)
-
-    def start(self) -> None:
-        """Start reaping."""
-        self._thread.start()
 
     def execution_is_dead(self, execution: str) -> bool:
         """Whether what an execution left behind may be swept; False while the evidence is weak."""
         return self._reaping.execution_is_dead(execution)
 
-    def close(self) -> None:
-        """Stop reaping."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _work(self) -> None:
-        while not self._closing.wait(self._seconds):
-            try:
-                self._reaping.once()
-            except (RedisAway, RedisRefused) as error:
-                telemetry.logger().debug("reaper_waits", error=str(error))
-            except Exception:
-                telemetry.logger().exception("reaper_failed")
+    def _round(self) -> None:
+        try:
+            self._reaping.once()
+        except (RedisAway, RedisRefused) as error:
+            telemetry.logger().debug("reaper_waits", error=str(error))
+        except Exception:
+            telemetry.logger().exception("reaper_failed")
 
 
 def execution_is_dead(client: redis.Redis, execution: str, settings: DeliverySettings) -> bool:

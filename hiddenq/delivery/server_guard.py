@@ -6,12 +6,9 @@ of the run) finds it again without being told; what it had acknowledged is on it
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
-from typing import Self
-
 from hiddenq import telemetry
 from hiddenq.contracts.errors import HiddenqError
+from hiddenq.delivery.background import Background
 from hiddenq.delivery.server import EmbeddedServer
 
 LOOK_SECONDS = 0.5
@@ -19,42 +16,33 @@ LONGEST_WAIT_SECONDS = 30.0
 """Between two tries to start a server that does not come up."""
 
 
-class ServerGuard:
-    """A thread that starts the server again when its process is gone; a context manager.
+class ServerGuard(Background):
+    """Starts the server again when its process is gone; a context manager.
 
     At the end the server is stopped if `stops_server` is set: it is this run's own.
     """
 
     def __init__(self, server: EmbeddedServer, *, stops_server: bool) -> None:
+        super().__init__("server guard", LOOK_SECONDS)
         self.server = server
         self.stops_server = stops_server
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="server guard", daemon=True)
+        self._wait = LOOK_SECONDS
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        self._thread.join()
+    def _end(self) -> None:
         if self.stops_server:
             self.server.stop()
 
-    def _work(self) -> None:
-        wait = LOOK_SECONDS
-        while not self._closing.wait(wait):
-            if self.server.is_alive:
-                wait = LOOK_SECONDS
-                continue
-            old = self.server
-            try:
-                self.server = EmbeddedServer.start(old.data_dir, port=old.port, password=old.password)
-                telemetry.logger().warning("redis_restarted", folder=str(old.data_dir), pid=self.server.pid)
-            except (HiddenqError, OSError) as error:
-                wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-                telemetry.logger().error(
-                    "redis_not_restarted", folder=str(old.data_dir), error=str(error), next=f"again in {wait:g} s"
-                )
+    def _round(self) -> float:
+        if self.server.is_alive:
+            self._wait = LOOK_SECONDS
+            return self._wait
+        old = self.server
+        try:
+            self.server = EmbeddedServer.start(old.data_dir, port=old.port, password=old.password)
+            telemetry.logger().warning("redis_restarted", folder=str(old.data_dir), pid=self.server.pid)
+        except (HiddenqError, OSError) as error:
+            self._wait = min(2 * self._wait, LONGEST_WAIT_SECONDS)
+            telemetry.logger().error(
+                "redis_not_restarted", folder=str(old.data_dir), error=str(error), next=f"again in {self._wait:g} s"
+            )
+        return self._wait
