@@ -27,6 +27,7 @@ from hiddenq.contracts.errors import (
     MissingShard,
     ObjectTooLarge,
     RedisAway,
+    SpoolGone,
     StoreAway,
     UnknownSchema,
     UserError,
@@ -75,7 +76,7 @@ class ShardUpload:
 
         Raises:
             UserError: the store refuses, or the location is another run's, and there is nothing else to do here; or a
-                newer hiddenq is at work. The claim was handed back.
+                newer hiddenq is at work; or the spool is gone. The claim was handed back.
         """
         shard = claim.message
         if seconds := self._waiting_runs.seconds_left(shard.batch.run):
@@ -98,7 +99,7 @@ class ShardUpload:
                 log.info("handed_back", error=str(error))
             except UserError as error:
                 self._status.failed(error)
-                if isinstance(error, UnknownSchema) or self._waiting_runs.is_all_there_is(shard.batch.run):
+                if isinstance(error, (UnknownSchema, SpoolGone)) or self._waiting_runs.is_all_there_is(shard.batch.run):
                     self._consumer.hand_back(claim)
                     raise
                 if isinstance(error, ObjectTooLarge):

@@ -11,6 +11,7 @@ caller ever looks into a message to decide. Each text says what, which id, what 
     └── PermanentError              trying again changes nothing
         ├── UserError               the user's to mend: one line, exit status 2
         │   ├── UsageError          flags and settings
+        │   │   └── SpoolGone       the spool's folder is another one now: unmounted, or something mounted over it
         │   ├── DatasetError        input that can't be read, a schema nobody knows, too many rejects
         │   ├── ModelError          missing model or weights, unsupported architecture, layer ids
         │   ├── StoreRefused        no such bucket, no permission, wrong region
@@ -67,6 +68,10 @@ class UserError(PermanentError):
 
 class UsageError(UserError):
     """Flags or settings that can't be."""
+
+
+class SpoolGone(UsageError):
+    """What lies where the spool was opened is another folder now, which says nothing about the spool's shards."""
 
 
 class DatasetError(UserError):

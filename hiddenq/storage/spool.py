@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, UsageError
+from hiddenq.contracts.errors import BadMessage, MissingShard, UsageError
 from hiddenq.storage.files import TEMPORARY_PREFIX, open_regular, open_shared, regular_files, temporary_token
 from hiddenq.storage.quarantine import Quarantine
 from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage, allocate
-from hiddenq.storage.spool_folder import FILE_MODE, open_folder, spool_id
+from hiddenq.storage.spool_folder import FILE_MODE, check_id, open_folder, spool_id
 
 HIGH_SHARE = 0.8
 """High mark by default, and at most: this share of what the disk has left for the spool."""
@@ -80,9 +80,11 @@ class Spool:
         Once over the high mark it stays None for all processes until the spool has fallen to the low mark.
 
         Raises:
+            SpoolGone: the folder is not the spool any more.
             UsageError: the shard is larger than the spool may ever be.
         """
         execution = _parse(file_name)[1]
+        check_id(self.folder, self.spool_id)
         with self._locked():
             used = self._used_bytes()
             high, low = self._marks(used)
@@ -124,10 +126,15 @@ class Spool:
 
         Raises:
             MissingShard: no such file.
+            SpoolGone: the folder is not the spool any more.
             DamagedShard: a link or a device under that name.
             BadMessage: not a bare shard name.
         """
-        return os.fdopen(open_regular(self.path(file_name)), "rb")
+        try:
+            return os.fdopen(open_regular(self.path(file_name)), "rb")
+        except MissingShard:
+            check_id(self.folder, self.spool_id)
+            raise
 
     def delete(self, file_name: str) -> None:
         """Remove a finished shard; it is no error if it is not there."""

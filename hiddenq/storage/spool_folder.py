@@ -11,7 +11,7 @@ import os
 import uuid
 from pathlib import Path
 
-from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.errors import SpoolGone, UsageError
 
 SPOOL_ID = "spool_id"
 FILE_MODE = 0o640
@@ -59,6 +59,17 @@ def spool_id(folder: Path, *, create: bool) -> str:
         raise UsageError(
             f"--spool {folder}: {SPOOL_ID} holds no UUID; remove the file if no hiddenq process uses the spool"
         ) from None
+
+
+def check_id(folder: Path, expected: str) -> None:
+    """Raise `SpoolGone` unless the folder is still the spool that was opened there."""
+    with contextlib.suppress(OSError):
+        if (folder / SPOOL_ID).read_text().strip() == expected:
+            return
+    raise SpoolGone(
+        f"--spool {folder}: spool {expected} does not lie there any more (unmounted, or another one mounted over it?); "
+        "mount it again and start again: its shards are waited for"
+    )
 
 
 def _make_folder(folder: Path) -> None:
