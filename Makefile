@@ -18,11 +18,16 @@ MINUTES ?= 20
 # Most tests wait (for a lease, a server, a process), so one more than two cores is well used.
 TEST_PROCESSES ?= 3
 
-.PHONY: help demo test lint unit test-deploy chaos audit clean
+# What follows from Transformers: decoders, kernels, rotary scaling, tokenizers, templates, heads.
+MODEL_TESTS := tests/gpu_worker tests/producer tests/reader/test_target_head.py tests/reader/test_recompute.py \
+	tests/reader/test_wrappers.py
+OTHER := .transformers/$(VERSION)
+
+.PHONY: help demo test lint unit test-transformers test-deploy chaos audit clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -57,6 +62,13 @@ unit: $(VENV)/.test-installed
 	$(BIN)/python deploy/demo.py $(DEMO) --conversations $(CONVERSATIONS)
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
+test-transformers: $(VENV)/.test-installed ## the tests of models and tokenizers with another Transformers: VERSION=5.19
+	@[ -n "$(VERSION)" ] || { echo "which one? make test-transformers VERSION=5.19"; exit 2; }
+	@mkdir -p $(OTHER) && grep -vE '^(transformers|huggingface_hub)==' constraints.txt >$(OTHER)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(OTHER) -c $(OTHER)/constraints.txt \
+		'transformers==$(VERSION).*'
+	PYTHONPATH=$(CURDIR)/$(OTHER) $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile $(MODEL_TESTS)
+
 test-deploy: $(VENV)/.test-installed ## compose files and the container stack; needs a Docker engine (tests/deploy/engine.py starts one)
 	$(BIN)/pytest tests/deploy/test_compose_files.py tests/deploy/test_stack.py
 
@@ -69,4 +81,4 @@ audit: ## look every pinned version up in PyPI's advisories (AUDIT="-s osv": in 
 		&& "$$folder/bin/pip-audit" --strict --no-deps --disable-pip -r constraints.txt $(AUDIT)
 
 clean: ## remove the environment and the demo's files
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(DEMO) .transformers

@@ -35,7 +35,8 @@ heads: with few, whole sets of keys score exactly 0, and which of them are among
 
 _WINDOW = {"sliding_window": 16}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_MROPE = {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 3, 3]}}
+_SECTIONS = _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}
+_MROPE = {"rope_parameters": _SECTIONS}
 _ALL_HEADS = {"num_key_value_heads": 4}
 _VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
@@ -49,7 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "apertus": {}, "apertus1p5_text": {}, "arcee": {}, "biogpt": {}, "bitnet": {}, "bloom": {},
     "codegen": {"rotary_dim": 8}, "cohere": {}, "cohere2": _WINDOW,
     "cohere_compass_text": _WINDOW | _ALTERNATING | {
-        "rope_parameters": {"full_attention": _DEFAULT_ROPE, "sliding_attention": _DEFAULT_ROPE}
+        "rope_parameters": {"full_attention": _SECTIONS, "sliding_attention": _SECTIONS}
     },
     "cosmos3_edge_text": _MROPE, "ctrl": {"dff": 96}, "cwm": _WINDOW, "diffllama": {}, "doge": {}, "ernie4_5": {},
     "exaone": {}, "exaone4": {"sliding_window": 16, "sliding_window_pattern": 4}, "falcon": {"head_dim": None},
@@ -163,10 +164,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Model types that are refused once they are loaded: with what line, and what their configs need beyond `SIZES`."""
 
-ENCODER_DECODERS = (
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen", "musicgen_melody",
-    "mvp", "pegasus", "plbart", "prophetnet", "whisper",
-)  # fmt: skip
+_MUSIC = {
+    "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"},
+    "decoder": {"model_type": "musicgen_decoder"},
+}  # fmt: skip
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "bart": {}, "bigbird_pegasus": {}, "blenderbot": {}, "blenderbot-small": {}, "marian": {}, "mbart": {}, "mvp": {},
+    "pegasus": {}, "plbart": {}, "prophetnet": {}, "whisper": {}, "musicgen": _MUSIC,
+    "musicgen_melody": _MUSIC | {"decoder": {"model_type": "musicgen_melody_decoder"}},
+}  # fmt: skip
+"""Model types whose configs say that they have an encoder, with what such a config must hold."""
+
 NO_DECODER_OF_THEIR_OWN = (
     "emu3_text_model", "gemma4_assistant", "gemma4_unified_assistant", "mllama_text_model", "trocr",
 )  # fmt: skip
