@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from hiddenq.contracts import checksum as crc
-from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, ObjectMissing, StoreRefused, TransientError
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import Body, PartBuffer
 from hiddenq.storage.files import opened
+from hiddenq.storage.location import open_store
 from hiddenq.storage.s3_client import S3Client, S3Connection
 from hiddenq.storage.s3_errors import refusal_code
-from hiddenq.storage.s3_listing import age_seconds, pages
+from hiddenq.storage.s3_listing import pages
 from hiddenq.storage.s3_multipart import Multipart, part_sizes
-from hiddenq.storage.s3_probe import METADATA_CHECKSUM, PROBE_PREFIX, S3Abilities, probe, proof_of
+from hiddenq.storage.s3_probe import METADATA_CHECKSUM, S3Abilities, probe, proof_of
+from hiddenq.storage.s3_sweep import abandoned_uploads, old_probes
 from hiddenq.storage.settings import StoreSettings
-from hiddenq.storage.store import UNFINISHED_SECONDS, ObjectInfo, StoreCapabilities, StoreObserver
+from hiddenq.storage.store import ObjectInfo, StoreCapabilities, StoreObserver
 
 _READ_BYTES = 8 << 20
 _buffer = PartBuffer()
@@ -48,7 +49,7 @@ class S3Store:
         *,
         observer: StoreObserver,
         limit: BandwidthLimit,
-        patience_seconds: float = 0.0,
+        connection: S3Connection | None = None,
     ) -> None:
         self.uri = f"s3://{bucket}/{prefix}"
         self._bucket = bucket
@@ -56,7 +57,7 @@ class S3Store:
         self._settings = settings
         self._observer = observer
         self._limit = limit
-        self._connection = S3Connection(settings, observer, patience_seconds)
+        self._connection = connection or S3Connection(settings, observer)
         self._abilities: S3Abilities | None = None
         self._probing = threading.Lock()
         payer = {"RequestPayer": "requester"} if settings.request_payer else {}
@@ -66,12 +67,12 @@ class S3Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process makes its own client."""
-        return _reopen, (self._bucket, self._prefix.rstrip("/"), self._settings)
+        return open_store, (self.uri, self._settings)
 
     def patient(self, seconds: float) -> S3Store:
-        bucket, prefix = self._bucket, self._prefix.rstrip("/")
+        bucket, prefix, connection = self._bucket, self._prefix.rstrip("/"), self._connection.patient(seconds)
         other = S3Store(
-            bucket, prefix, self._settings, observer=self._observer, limit=self._limit, patience_seconds=seconds
+            bucket, prefix, self._settings, observer=self._observer, limit=self._limit, connection=connection
         )
         other._abilities = self._abilities
         return other
@@ -147,22 +148,11 @@ class S3Store:
 
     def abort_unfinished(self, is_abandoned: Callable[[str], bool], *, shard_age_seconds: float | None = None) -> int:
         num_removed = 0
-        shard_age = UNFINISHED_SECONDS if shard_age_seconds is None else shard_age_seconds
-        try:
-            for page in self._pages("list_multipart_uploads", Prefix=self._prefix):
-                for upload in page.get("Uploads", ()):
-                    key = upload["Key"].removeprefix(self._prefix)
-                    age = UNFINISHED_SECONDS if key.startswith(PROBE_PREFIX) else shard_age
-                    if age_seconds(page, upload["Initiated"]) >= age and _may_go(key, is_abandoned):
-                        num_removed += self._abort(upload["Key"], upload["UploadId"])
-        except StoreRefused as error:
-            if refusal_code(error) != "NotImplemented":  # some old stores have no such list
-                raise
-        for page in self._pages("list_objects_v2", Prefix=self._prefix + PROBE_PREFIX):
-            for item in page.get("Contents", ()):
-                if age_seconds(page, item["LastModified"]) > UNFINISHED_SECONDS:
-                    self.delete(item["Key"].removeprefix(self._prefix))
-                    num_removed += 1
+        for full_key, upload_id in abandoned_uploads(self._pages, self._prefix, is_abandoned, shard_age_seconds):
+            num_removed += self._abort(full_key, upload_id)
+        for key in old_probes(self._pages, self._prefix):
+            self.delete(key)
+            num_removed += 1
         return num_removed
 
     def _put_whole(self, key: str, source: int, name: str, checksum: str, num_bytes: int) -> None:
@@ -243,8 +233,8 @@ class S3Store:
     def _can(self) -> S3Abilities:
         with self._probing:
             if self._abilities is None:
-                # On a connection without patience: a probe provokes errors, and must not wait for them to pass.
-                connection = S3Connection(self._settings, self._observer)
+                # Without patience: a probe provokes errors, and must not wait for them to pass.
+                connection = self._connection.patient(0.0)
                 self._abilities = probe(connection, self._common, self._prefix, self._settings, self._encrypted)
             return self._abilities
 
@@ -255,17 +245,6 @@ class S3Store:
         return self._connection.call(f"{self.uri}/{key}".rstrip("/"), request, **options)
 
 
-def _reopen(bucket: str, prefix: str, settings: StoreSettings) -> S3Store:
-    limit = BandwidthLimit(settings.bandwidth_bytes_per_second)
-    return S3Store(bucket, prefix, settings, observer=StoreObserver(), limit=limit)
-
-
 def _given(**arguments: Any) -> dict[str, Any]:
     """Those arguments of a request that are set."""
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _may_go(key: str, is_abandoned: Callable[[str], bool]) -> bool:
-    """Whether an old unfinished upload is a probe's, or that of a shard which is abandoned."""
-    name = key.removeprefix(names.STATES_PREFIX)
-    return key.startswith(PROBE_PREFIX) or (names.parse_shard_name(name) is not None and is_abandoned(name))

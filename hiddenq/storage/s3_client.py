@@ -1,4 +1,4 @@
-"""One S3 client a process, and calls that are tried again.
+"""One S3 client a process and store, and calls that are tried again.
 
 Invariant: a client is made in the process that uses it (never carried over a fork), and made anew when its credentials
 have ended, so boto3's chain looks them up again. botocore's own retries are off: the ones here wait with jitter, count,
@@ -7,6 +7,7 @@ and end as `StoreAway`, after which the caller keeps its file and waits.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -44,31 +45,64 @@ WAIT_SECONDS = 0.1
 MAX_WAIT_SECONDS = 5.0
 
 
-class S3Connection:
-    """A lazily made client for one set of settings."""
+class _Made:
+    """A client and threads, made when they are first needed, and anew in a child process.
 
-    def __init__(self, settings: StoreSettings, observer: StoreObserver, patience_seconds: float = 0.0) -> None:
+    Neither connections nor threads nor a held lock of a parent are a child's own.
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
-        self._patience_seconds = patience_seconds
-        self._observer = observer
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._made: S3Client = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._client: S3Client = None
         self._pool: ThreadPoolExecutor | None = None
 
-    @property
+    def client(self) -> S3Client:
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            if self._client is None:
+                self._client = _make_client(self._settings)
+            return self._client
+
+    def forget_client(self) -> None:
+        self._client = None
+
     def pool(self) -> ThreadPoolExecutor:
-        """Threads that all multipart uploads of this process share: as many as there may be requests in flight."""
-        self._notice_fork()
+        if self._pid != os.getpid():
+            self._begin()
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._settings.num_connections, thread_name_prefix="part")
             return self._pool
 
+
+class S3Connection:
+    """A client for one set of settings; errors are ours, and what may pass is asked again."""
+
+    def __init__(self, settings: StoreSettings, observer: StoreObserver) -> None:
+        self._made = _Made(settings)
+        self._observer = observer
+        self._patience_seconds = 0.0
+
+    def patient(self, seconds: float) -> S3Connection:
+        """The same client, asked again for so long while the store is away."""
+        other = copy.copy(self)
+        other._patience_seconds = seconds
+        return other
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads that all multipart uploads of this process share: as many as there may be requests in flight."""
+        return self._made.pool()
+
     @property
     def is_aws(self) -> bool:
         """Whether the endpoint is Amazon's own (whatever setting, variable or profile decided it)."""
-        host = urlsplit(self._client().meta.endpoint_url).hostname or ""
+        host = urlsplit(self._made.client().meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
@@ -84,12 +118,12 @@ class S3Connection:
 
     def _once(self, where: str, request: Callable[[S3Client], Any]) -> Any:
         try:
-            return request(self._client())
+            return request(self._made.client())
         except HiddenqError:
             raise
         except (ClientError, BotoCoreError, OSError, ValueError) as error:
             if isinstance(error, ClientError) and code_of(error) in EXPIRED:
-                self._made = None
+                self._made.forget_client()
             raise translate(error, where) from error
 
     def _count(self, state: RetryCallState) -> None:
@@ -98,20 +132,6 @@ class S3Connection:
         if self._patience_seconds and state.attempt_number == NUM_ATTEMPTS:
             logging.getLogger(__name__).warning("%s; asked again for %g s", error, self._patience_seconds)
         self._observer.retried(code_of(cause) if isinstance(cause, ClientError) else type(cause or error).__name__)
-
-    def _client(self) -> S3Client:
-        self._notice_fork()
-        with self._lock:
-            if self._made is None:
-                self._made = _make_client(self._settings)
-            return self._made
-
-    def _notice_fork(self) -> None:
-        """Begin anew in a child: neither connections nor threads nor a held lock are its own."""
-        if self._pid != os.getpid():
-            self._lock = threading.Lock()
-            self._made = self._pool = None
-            self._pid = os.getpid()
 
 
 def _may_pass_soon(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import DamagedShard, ObjectTooLarge, StoreAway, StoreRefused, TransientError
-from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3, s3_client, s3_errors
+from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3_client, s3_errors, s3_sweep
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import BLOCK_BYTES, Body
 from hiddenq.storage.s3_probe import S3Abilities
@@ -229,7 +229,7 @@ def test_credentials_that_end_are_waited_for_and_looked_up_again(
     store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, tmp_path, SINGLE)
-    before = store._connection._made  # type: ignore[attr-defined]
+    before = store._connection._made._client  # type: ignore[attr-defined]
     faulty_proxy.plan(Answer(400, "ExpiredToken"), when=lambda r: "x-amz-security-token" not in r.headers)
     with pytest.raises(StoreAway, match="the credentials have ended; renew them"):
         put(store, tmp_path, SINGLE)
@@ -240,10 +240,10 @@ def test_credentials_that_end_are_waited_for_and_looked_up_again(
     assert "renewed" not in str(caught.value)
     newest = next(r for r in reversed(faulty_proxy.requests) if r.method == "PUT")
     assert newest.headers["x-amz-security-token"] == "renewed"
-    assert store._connection._made is not before  # type: ignore[attr-defined]
+    assert store._connection._made._client is not before  # type: ignore[attr-defined]
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     faulty_proxy.heal()
-    store._connection._made = None  # type: ignore[attr-defined]
+    store._connection._made._client = None  # type: ignore[attr-defined]
     put(store, tmp_path, SINGLE)
 
 
@@ -327,7 +327,7 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
     store = store_at(s3_server.endpoint_url, s3_location, notes)
     assert len(open_uploads(s3_server, s3_location)) == 3
     assert store.abort_unfinished(lambda name: True) == 0, "all are younger than ten minutes"
-    monkeypatch.setattr(s3, "UNFINISHED_SECONDS", -1)
+    monkeypatch.setattr(s3_sweep, "UNFINISHED_SECONDS", -1)
     assert store.abort_unfinished(lambda name: name == NAME) == 3
     assert client.list_objects_v2(Bucket=s3_location.bucket, Prefix=probed)["KeyCount"] == 0
     assert open_uploads(s3_server, s3_location) == [live]
@@ -342,7 +342,7 @@ def test_a_store_that_lists_no_multipart_uploads_is_swept_of_the_rest(
     probed = f"{s3_location.prefix}/.hiddenq-probe-0123abcd"
     s3_server.client().put_object(Bucket=s3_location.bucket, Key=probed, Body=b"x")
     faulty_proxy.plan(Answer(501, "NotImplemented"), when=lambda request: "?uploads" in request.target)
-    monkeypatch.setattr(s3, "UNFINISHED_SECONDS", -1)
+    monkeypatch.setattr(s3_sweep, "UNFINISHED_SECONDS", -1)
     assert store.abort_unfinished(lambda name: True) == 1
     faulty_proxy.heal()
     faulty_proxy.plan(Answer(403, "AccessDenied"), when=lambda request: "?uploads" in request.target)

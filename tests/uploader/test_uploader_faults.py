@@ -360,7 +360,7 @@ def test_kill_9_in_a_multipart_upload_leaves_parts_that_are_swept_and_the_shard_
     process.kill()
     process.wait()
     scene.proxy.heal()
-    monkeypatch.setattr("hiddenq.storage.s3.UNFINISHED_SECONDS", -1)
+    monkeypatch.setattr("hiddenq.storage.s3_sweep.UNFINISHED_SECONDS", -1)
 
     def open_uploads() -> list[Any]:
         answer = scene.server.client().list_multipart_uploads(
