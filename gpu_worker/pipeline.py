@@ -19,10 +19,9 @@ import torch
 from gpu_worker.engine import DeviceTime, Engine, Launched, Ring, Slot, is_dead
 from gpu_worker.failures import DeviceLost, FailureStreak
 from gpu_worker.feed import Feed, Work
-from gpu_worker.gather import name_nonfinite
 from gpu_worker.report import WorkerStatus
 from gpu_worker.selfcheck import TOLERANCES
-from gpu_worker.writing import ShardWriter, publish_shard
+from gpu_worker.writing import ShardWriter, publish_shard, refuse_nonfinite
 from hiddenq import telemetry
 from hiddenq.contracts.errors import LeaseLost, NonFiniteStates, RedisAway
 from hiddenq.contracts.manifest import SelfCheck
@@ -216,39 +215,21 @@ class Pipeline:
         self._report_check(work, launched)
 
     def _refuse_nonfinite(self, work: Work, launched: Launched) -> None:
-        if not bool(launched.nonfinite_CB.any()):
-            return
-        job = work.claim.message
-        where = name_nonfinite(
-            work.run.extractor.columns,
-            launched.nonfinite_CB,
-            lambda row: f"sample {work.batch.sample_ids[row]} ({work.batch.lengths[row]} tokens)",
-        )
-        self._status.metrics.nonfinite.inc()
-        raise NonFiniteStates(
-            f"batch {job.batch_id}: {where}; nothing is published. --dtype bfloat16 or float32 has a wider range "
-            "than float16; a sample that fails in those, too, is best left out"
-        )
+        try:
+            refuse_nonfinite(work.claim.message, work.batch, work.run.extractor.columns, launched.nonfinite_CB)
+        except NonFiniteStates:
+            self._status.metrics.nonfinite.inc()
+            raise
 
     def _report_check(self, work: Work, launched: Launched) -> None:
         if launched.check is None:
             return
-        check, config = launched.check, work.run.config
-        difference, layer = check.worst([column.name for column in work.run.extractor.columns])
+        check, config, columns = launched.check, work.run.config, work.run.extractor.columns
+        found = check.found([column.name for column in columns], work.claim.message.batch_id, self._consumer.name)
         if check.typical() > TOLERANCES[config.model.dtype]:
-            telemetry.logger().error(
-                "self_check_differs", batch=work.claim.message.batch_id, sample=check.sample_id, layer=layer,
-                typical=check.typical(), largest=difference,
-            )  # fmt: skip
-        found = SelfCheck(
-            batch_id=work.claim.message.batch_id,
-            sample_id=check.sample_id,
-            num_tokens=check.num_tokens,
-            padded_length=check.padded_length,
-            worker=self._consumer.name,
-            max_relative_difference=difference,
-            worst_layer=layer,
-        )
+            telemetry.logger().error("self_check_differs", batch=found.batch_id, sample=found.sample_id,
+                                     layer=found.worst_layer, typical=check.typical(),
+                                     largest=found.max_relative_difference)  # fmt: skip
         try:
             self._record_check(config.run, found)
         except RedisAway as away:

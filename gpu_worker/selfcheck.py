@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_worker.extraction import Extractor
 from gpu_worker.gather import Destination, load_states
 from gpu_worker.inputs import DeviceBatch, PaddedBatch
+from hiddenq.contracts.manifest import SelfCheck
 
 TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 """Relative difference above which a self-check is a warning, by the model's dtype: far above what other kernels and
@@ -55,6 +56,19 @@ class PendingCheck:
         relative = [difference / magnitude if magnitude else difference for difference, magnitude in found]
         place = max(range(len(relative)), key=relative.__getitem__)
         return relative[place], columns[place]
+
+    def found(self, columns: list[str], batch_id: str, worker: str) -> SelfCheck:
+        """What is recorded of it, once the figures are on the host."""
+        difference, layer = self.worst(columns)
+        return SelfCheck(
+            batch_id=batch_id,
+            sample_id=self.sample_id,
+            num_tokens=self.num_tokens,
+            padded_length=self.padded_length,
+            worker=worker,
+            max_relative_difference=difference,
+            worst_layer=layer,
+        )
 
     def typical(self) -> float:
         """The largest median over all columns: blind to a router that sends single tokens elsewhere."""

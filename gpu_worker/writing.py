@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu_worker.gather import Column, name_nonfinite
+from gpu_worker.inputs import PaddedBatch
 from hiddenq.contracts import names
 from hiddenq.contracts.checksum import Crc64Nvme, of_parts
-from hiddenq.contracts.errors import LeaseLost
+from hiddenq.contracts.errors import LeaseLost, NonFiniteStates
 from hiddenq.contracts.messages import BatchJob, ShardReady
 from hiddenq.contracts.shard import ShardLayout
 from hiddenq.delivery import Claim
@@ -56,6 +58,22 @@ class ShardWriter:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
+
+
+def refuse_nonfinite(job: BatchJob, batch: PaddedBatch, columns: tuple[Column, ...], nonfinite_CB: Tensor) -> None:
+    """Look at what the gather found; `nonfinite_CB` is 1 where a column of a row holds NaN or Inf.
+
+    Raises:
+        NonFiniteStates: a state holds NaN or Inf; the text names sample and layer.
+    """
+    where = name_nonfinite(
+        columns, nonfinite_CB, lambda row: f"sample {batch.sample_ids[row]} ({batch.lengths[row]} tokens)"
+    )
+    if where is not None:
+        raise NonFiniteStates(
+            f"batch {job.batch_id}: {where}; nothing is published. --dtype bfloat16 or float32 has a wider range "
+            "than float16; a sample that fails in those, too, is best left out"
+        )
 
 
 def publish_shard(
