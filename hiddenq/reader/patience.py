@@ -2,7 +2,8 @@
 
 Invariant: only `StoreAway` is waited for, which concerns the store as a whole and may pass; whatever else is wrong is
 raised at once. So training, exports and verifications of hours outlive an outage of minutes, and yet end at once when
-they are interrupted in it.
+they are interrupted in it. (A store's own `patient` can't be interrupted, and knows no outage of a disk; an uploader
+waits by run, in `uploader.waiting`, so that one run's store holds up no other's.)
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ class ObjectStore(Protocol):
     """Canonical and absolute."""
 
     def patient(self, seconds: float) -> ObjectStore:
-        """The same location, for work that is lost if it stops: a store that is away is asked again for so long."""
+        """The same location, for work that is lost if it stops: a store that is away is asked again for so long.
+
+        A folder that is away is told of at once: it is for whoever reads to wait (`hiddenq.reader.patience`).
+        """
         ...
 
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
