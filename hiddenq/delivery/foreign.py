@@ -7,6 +7,7 @@ said here, by the client that every process has, and by nobody else. Redis itsel
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,6 +27,11 @@ TYPES = {
     "stream": r"rq:results:.*",
 }
 """What each key is, by pattern of its name; lua/common.lua says what is in it."""
+SHARED = (
+    *(f"hiddenq:{name}" for name in ("epoch", "swept", "workers", "workers:seen", "spools", "runs", "drained")),
+    *("hiddenq:leases", "hiddenq:delayed", "hiddenq:executions", "rq:queues", "rq:workers"),
+)
+"""Keys of no one run, worker or job: looked at first, and by accounts that may not list the others."""
 COMPLAINTS = ("WRONGTYPE", "hash value is not an integer")
 """What Redis says of a command that a key is not made for."""
 REMEDY = (
@@ -88,7 +94,7 @@ def _naming(client: redis.Redis, keys: Iterable[Any]) -> Iterator[None]:
 
 def _find(client: redis.Redis, keys: Iterable[Any]) -> str | None:
     """Which key is wrong, and how: one of those that the command named, or else any of ours."""
-    for chunk in (list(keys), *_chunks(client)):
+    for chunk in itertools.chain((list(keys), SHARED), _chunks(client)):
         named = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in chunk]
         pipeline: Any = client.pipeline(transaction=False)
         for key in chunk:

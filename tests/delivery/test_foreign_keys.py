@@ -136,14 +136,20 @@ def test_the_owners_key_of_a_location_is_named(bench: Bench, tmp_path: Path) -> 
         LocationLock(bench.client, str(tmp_path), settings=FAST, command="x").__enter__()
 
 
-def test_an_account_that_may_not_look_around_still_gets_one_line(bench: Bench) -> None:
-    bench.client.acl_setuser("blind", enabled=True, passwords="+x", keys=["*"], commands=["+@all", "-type", "-scan"])
+def test_an_account_that_may_not_list_keys_still_learns_what_it_can(bench: Bench) -> None:
+    bench.enqueue(1)
+    bench.client.acl_setuser("blind", enabled=True, passwords="+x", keys=["*"], commands=["+@all", "-scan"])
     try:
         url = bench.server.bare_url.replace("//", "//blind:x@")
         with contextlib.closing(bench.connect(url)) as blind:
-            bench.client.set("hiddenq:workers", "x")
+            bench.client.set("hiddenq:leases", "x")
+            with pytest.raises(RedisRefused, match="hiddenq:leases in Redis holds a string"):
+                bench.gpu_worker(client=blind).claim()
+            bench.client.delete("hiddenq:leases")
+            bench.client.delete("rq:queue:hiddenq-extract-run")
+            bench.client.set("rq:queue:hiddenq-extract-run", "x")
             with pytest.raises(RedisRefused, match=r"a key of hiddenq is not what hiddenq made it \(WRONGTYPE"):
-                blind.hgetall("hiddenq:workers")
+                bench.gpu_worker(client=blind).claim()
     finally:
         bench.client.acl_deluser("blind")
 

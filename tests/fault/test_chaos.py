@@ -61,7 +61,7 @@ CASES = [
         limit_seconds=25.0,
     ),
     Case("failures cost nothing", "", r"not ended in time: 14 of 15 batches", num_batches=15, poison={RAISES}),
-    Case("the living are called dead", "", r"missing: \['00000", num_batches=12, forward_seconds=1.0, limit_seconds=60),
+    Case("the living are called dead", "", r"missing: \['0000", num_batches=12, forward_seconds=1.0, limit_seconds=60),
     Case("shards of a lost host are not made again", LOST, r"not ended in time: .* num_waiting=[1-9]"),
     Case(
         "late results are taken",
