@@ -12,7 +12,7 @@ from hiddenq.cli.groups import QueueOptions
 from hiddenq.cli.options import grouped
 
 PANEL = "The fleet"
-Host = Annotated[str, typer.Argument(help="Host name, as `status` shows it.")]
+Host = Annotated[str, typer.Argument(metavar="HOST", help="Host name, as `status` shows it.")]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -39,7 +39,7 @@ def forget(host: Host, queue: QueueOptions) -> int:
 
 @app.command(rich_help_panel=PANEL)
 @grouped
-def cancel(run: Annotated[str, typer.Argument(help="Run id.")], queue: QueueOptions) -> int:
+def cancel(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id.")], queue: QueueOptions) -> int:
     """Take a run's waiting batches out of the queue; what is committed stays, and `produce` enqueues the rest again."""
     from hiddenq import delivery
 

@@ -33,7 +33,7 @@ failed = typer.Typer(help="Batches set aside after their last attempt.", no_args
 app.add_typer(failed, name="failed", rich_help_panel=PANEL)
 
 OutOption = Annotated[str | None, typer.Option(help="Output location of the run.")]
-Batches = Annotated[list[str] | None, typer.Argument(metavar="[BATCH]...", help="Batch ids; all by default.")]
+Batches = Annotated[list[str] | None, typer.Argument(metavar="BATCH", help="Batch ids; all by default.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def failed_list(
 @failed.command("show")
 @grouped
 def failed_show(
-    batch: Annotated[str, typer.Argument(help="Batch id.")],
+    batch: Annotated[str, typer.Argument(metavar="BATCH", help="Batch id.")],
     meant: RunOptions,
     queue: QueueOptions,
     store: StoreOptions,

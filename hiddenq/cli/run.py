@@ -28,7 +28,7 @@ TEST_SAMPLES = 100
 RATE_PANEL = "Rate"
 
 Out = Annotated[str, typer.Option(help="Output location: a folder or s3://bucket/prefix.")]
-MoreData = Annotated[list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")]
+MoreData = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More files for --data.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
