@@ -18,12 +18,13 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from gpu_worker import quantization
 from gpu_worker.decoder import count_layers
 from gpu_worker.experts import num_used_parameters
 from gpu_worker.extraction import check_layers
 from gpu_worker.kernels import attentions_for
 from hiddenq.contracts.errors import ModelError
-from hiddenq.model_identity import weight_files
+from hiddenq.model_files import check_folder, weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
 """Prefix of the decoder's weights in a wrapper's checkpoint."""
@@ -69,11 +70,13 @@ def load_decoder(
     if not Path(path).is_dir():
         common["revision"] = revision
     config, text_config = _read_config(path, common)
-    method = _quantization_method(config)
+    method = quantization.method_of(config)
     attention, shell = _build_shell(path, text_config, attention, common)
     check_layers(target_layer_ids, count_layers(shell))
     if Path(path).is_dir():
         weight_files(Path(path))
+    if method is not None and not dequantize:
+        quantization.check_runs_here(path, config, method, _device_map(device, num_gpus))
     arguments: dict[str, Any] = common | {
         "config": text_config,
         "dtype": dtype,
@@ -88,14 +91,14 @@ def load_decoder(
     if text_config is not config:
         arguments["key_mapping"] = {WRAPPED_DECODER: ""}
     if method is not None and dequantize:
-        arguments["quantization_config"] = _dequantizing(config, method)
+        arguments["quantization_config"] = quantization.dequantizing(config, method)
     model, info = _from_pretrained(path, arguments, method)
     _refuse_gaps(path, model, info)
     return LoadedModel(
         model=model.eval(),
         config=text_config,
         attention=str(getattr(model.config, "_attn_implementation", attention)),
-        quantization=_quantization_found(model, method, dequantize),
+        quantization=quantization.found(model, method, dequantize=dequantize),
     )
 
 
@@ -104,9 +107,11 @@ def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
 
     if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
         raise ModelError(f"--model {path}: no such folder on this host")
+    if Path(path).is_dir():
+        check_folder(path, Path(path))
     try:
         config = AutoConfig.from_pretrained(path, **common)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of whatever kind: this config can't be used
         raise ModelError(f"--model {path}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"--model {path}: {config.model_type} is an encoder-decoder; hiddenq reads causal decoders")
@@ -135,6 +140,10 @@ def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> 
             return attention, shell
         except (ValueError, ImportError) as error:
             refusal = refusal or error
+        except Exception as error:  # no memory and no device is used: it is the config
+            raise ModelError(
+                f"--model {path}: no model can be built of its config: {type(error).__name__}: {_first_line(error)}"
+            ) from error
     raise ModelError(f"--model {path}: {_first_line(refusal)}") from refusal
 
 
@@ -167,6 +176,13 @@ def _from_pretrained(path: str, arguments: dict[str, Any], method: str | None) -
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"--model {path}: {_first_line(error)}") from error
+    except RuntimeError as error:
+        if not (names := _unconverted(error)):
+            raise
+        raise ModelError(
+            f"--model {path}: the checkpoint's parts of {_names(names)} do not fit together; one is missing or of "
+            "another shape"
+        ) from error
     return model, info
 
 
@@ -175,62 +191,27 @@ def _refuse_gaps(path: str, model: nn.Module, info: dict[str, Any]) -> None:
     mismatched = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ()))
     if missing or mismatched:
         kind, names = ("lacks", missing) if missing else ("has another shape for", mismatched)
-        shown = ", ".join(names[:_WEIGHT_NAMES_SHOWN]) + (" …" if len(names) > _WEIGHT_NAMES_SHOWN else "")
         raise ModelError(
             f"--model {path}: the checkpoint {kind} {len(names)} of the decoder's {len(list(model.parameters()))} "
-            f"weights: {shown}"
+            f"weights: {_names(names)}"
         )
     if info.get("error_msgs"):
         raise ModelError(f"--model {path}: {_first_line(info['error_msgs'][0])}")
 
 
-def _quantization_method(config: Any) -> str | None:
-    fields = _quantization_fields(config)
-    if not fields:
-        return None
-    method = fields.get("quant_method", "unknown")
-    return str(getattr(method, "value", method))
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:_WEIGHT_NAMES_SHOWN]) + (" …" if len(names) > _WEIGHT_NAMES_SHOWN else "")
 
 
-def _quantization_fields(config: Any) -> dict[str, Any]:
-    """The quantisation section of a checkpoint's config, or of its text part; empty if it is not quantised."""
-    for part in (config, config.get_text_config(decoder=True)):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization is not None:
-            return dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
-    return {}
-
-
-def _dequantizing(config: Any, method: str) -> Any:
-    """The checkpoint's quantisation with the order to undo it while loading."""
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    try:
-        quantization = AutoQuantizationConfig.from_dict(_quantization_fields(config) | {"dequantize": True})
-    except (ValueError, ImportError, TypeError) as error:
-        raise ModelError(f"quantised checkpoint ({method}): {_first_line(error)}") from error
-    if not hasattr(quantization, "dequantize"):
-        raise ModelError(f"--dequantize: Transformers can't dequantise {method} while loading")
-    return quantization
-
-
-def _quantization_found(model: Any, method: str | None, dequantize: bool) -> str | None:
-    """What the weights are now; a silent dequantisation is refused.
-
-    Raises:
-        ModelError: the checkpoint was dequantised because kernels or a capability are missing here.
-    """
-    if method is None:
-        return None
-    quantizer = getattr(model, "hf_quantizer", None)
-    settings = getattr(quantizer, "quantization_config", None)
-    native = quantizer is not None and not getattr(settings, "dequantize", False)
-    if not native and not dequantize:
-        raise ModelError(
-            f"this checkpoint is quantised ({method}) and can't run so here (kernels or GPU capability are missing); "
-            "use a machine that can, or --dequantize to run it in the run's dtype (more memory, other numbers)"
-        )
-    return f"{method} ({'native' if native else 'dequantized'})"
+def _unconverted(error: BaseException) -> list[str]:
+    """Weights that Transformers could not put together from the checkpoint's; it names them only in what it logs."""
+    step = error.__traceback__
+    while step is not None:
+        names = getattr(step.tb_frame.f_locals.get("loading_info"), "conversion_errors", None)
+        if names:
+            return sorted(map(str, names))
+        step = step.tb_next
+    return []
 
 
 def _first_line(error: object) -> str:

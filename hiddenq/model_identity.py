@@ -18,16 +18,15 @@ from urllib.parse import urlsplit
 
 from hiddenq.contracts.errors import ModelError, UsageError
 from hiddenq.contracts.run import Dtype, ModelIdentity
+from hiddenq.model_files import check_folder, weights_digest
 
 AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 """Config keys that leave the states as they are: the dtype stands in `ModelIdentity` itself."""
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-"""Weights that are never loaded: most are pickles, which run code."""
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 16
 _REACH_SECONDS = 3.0
+_WORDS_SHOWN = 300
+"""Characters of another package's error in ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,8 @@ def identify_model(
         raise ModelError("--model: expected a folder or a hub id, found a URL")  # not shown: it may hold a password
     folder = Path(model).expanduser()
     is_folder = folder.is_dir()
-    if is_folder and not (folder / "config.json").is_file():
-        raise ModelError(f"--model {model}: the folder holds no config.json; name a transformers checkpoint")
+    if is_folder:
+        check_folder(model, folder)
     if folder.is_file():
         raise ModelError(f"--model {model}: a file; name the folder of a transformers checkpoint")
     if not is_folder and is_path(model):
@@ -89,7 +88,7 @@ def identify_model(
         model=model,
         revision=None if is_folder else commit,
         config_digest=_digest(json.dumps(_decisive(raw), sort_keys=True).encode()),
-        weights_digest=_weights_digest(folder) if is_folder else str(commit),
+        weights_digest=weights_digest(folder) if is_folder else str(commit),
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=_size(model, text_config, "num_layers" if _counts_twice(text_config) else "num_hidden_layers"),
         hidden_size=_size(model, text_config, "hidden_size"),
@@ -100,28 +99,6 @@ def identify_model(
         dequantized=dequantize,
     )
     return TargetModel(identity=identity, config=config, text_config=text_config, local_only=local_only)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """A checkpoint's safetensors files, by name.
-
-    Raises:
-        ModelError: it has none, only pickles or other kinds of weights, or it can't be read.
-    """
-    try:
-        names = sorted(file.name for file in folder.iterdir())
-    except OSError as error:
-        raise ModelError(f"--model {folder}: can't be read: {error.strerror}") from error
-    found = [folder / name for name in names if name.endswith(".safetensors")]
-    if not found:
-        others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
-        if others:
-            raise ModelError(
-                f"--model {folder}: its weights are no safetensors (found {others[0]}), and nothing else is ever "
-                "loaded, because a pickle runs code; save the checkpoint as safetensors"
-            )
-        raise ModelError(f"--model {folder}: the folder holds no weights (*.safetensors)")
-    return found
 
 
 def block_torch() -> None:
@@ -191,22 +168,6 @@ def _decisive(raw: Any) -> Any:
     return raw
 
 
-def _weights_digest(folder: Path) -> str:
-    """Over names, sizes and evenly spread samples of the bytes of a folder's weight files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in weight_files(folder):
-        try:
-            with file.open("rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                digest.update(f"{file.name}\0{size}\0".encode())
-                for sample in range(_NUM_SAMPLES):
-                    stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
-                    digest.update(stream.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ModelError(f"--model {folder}: {file.name} can't be read: {error.strerror}") from error
-    return digest.hexdigest()
-
-
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -233,9 +194,9 @@ def hub_answers() -> bool:
 
 
 def _why(error: Exception, is_folder: bool, local_only: bool) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = " ".join(str(error).split())[:_WORDS_SHOWN] or type(error).__name__
     if is_folder:
-        return f"its config.json can't be used: {first}"
+        return f"its config.json can't be used: {said}"
     if local_only:
         return "no such folder, and not in the hub's cache on this machine; the hub can't be reached from here"
-    return f"not a folder here, and the hub says: {first}"
+    return f"not a folder here, and the hub says: {said}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,38 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"has another shape for 1 of .*norm\.weight"):
         load_decoder(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("change", [lambda weight: None, lambda weight: weight[:, :-2].contiguous()])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_one_experts_weight_that_is_missing_or_of_another_shape_is_named(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None], tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", name)
+    weights = load_file(folder / "model.safetensors")
+    expert = next(key for key in weights if "layers.2." in key and ".experts.1." in key)
+    changed = change(weights.pop(expert))
+    save_file(weights | ({} if changed is None else {expert: changed}), folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"checkpoint.* layers\.2\.mlp\.experts\.(gate_up|down)_proj") as refused:
+        load_decoder(str(folder), dtype=torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "swoosh"}, "no model can be built of its config: KeyError: 'swoosh'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "built of its config: KeyError: 'spiral'"),
+    ],
+)
+def test_a_config_that_no_model_can_be_built_of_is_refused_in_one_line(
+    fields: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path / "model", tiny_config("llama"), **fields)
+    with pytest.raises(ModelError, match=f"--model {folder}: .*{text}") as refused:
+        load_decoder(str(folder), dtype=torch.float32)
+    assert "\n" not in str(refused.value)
 
 
 class Marker:
@@ -204,23 +237,44 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_quantised_checkpoint_is_never_dequantised_silently(tmp_path: Path) -> None:
-    folder = save_fp8_model(tmp_path / "model")
-    with pytest.raises(ModelError, match=r"quantised \(fp8\) and can't run so here .*--dequantize"):
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+         r"quantised \(fp8\) and can't run so here .*--dequantize"),
+        ({"quant_method": "mxfp4"}, r"quantised \(mxfp4\) and can't run so here .*--dequantize"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "awq needs a package: .*gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+         "gptq needs a package: .*(optimum|gptqmodel|GPTQ)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes needs a package: .*bitsandbytes"),
+        ({"quant_method": "marvellous"}, r"quantised by marvellous, which Transformers [\d.]+ does not know"),
+        ({"bits": 4}, "quantised by unknown, which can't run here: .*no `quant_method`"),
+    ],
+)  # fmt: skip
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU, and what is installed for it, may run these")
+def test_a_quantised_checkpoint_that_cannot_run_here_is_refused_before_its_weights_load(
+    fields: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    add_quantization(folder, fields)
+    monkeypatch.setattr(AutoModel, "from_pretrained", lambda *_, **__: pytest.fail("its weights were read"))
+    with pytest.raises(ModelError, match=text) as refused:
         load_decoder(str(folder), dtype=torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_was_dequantised_in_silence_is_refused_once_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_worker.quantization.check_runs_here", lambda *_: None)
+    with pytest.raises(ModelError, match=r"quantised \(fp8\) and can't run so here .*--dequantize"):
+        load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=torch.float32)
 
 
 def test_a_quantised_checkpoint_is_dequantised_when_asked_and_says_so(tmp_path: Path) -> None:
     loaded = load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=torch.float32, dequantize=True)
     assert loaded.quantization == "fp8 (dequantized)"
     find_decoder(loaded.model, VOCAB_SIZE)
-
-
-def test_a_missing_quantisation_package_is_named(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model")
-    add_quantization(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False})
-    with pytest.raises(ModelError, match=r"gptq needs a package: .*(optimum|gptqmodel|GPTQ)"):
-        load_decoder(str(folder), dtype=torch.float32)
 
 
 def test_a_model_that_does_not_fit_says_how_to_spread_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

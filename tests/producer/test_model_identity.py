@@ -23,6 +23,11 @@ def save(folder: Path, config: Any, **fields: Any) -> Path:
     return folder
 
 
+def index(folder: Path, *files: str) -> None:
+    text = json.dumps({"weight_map": {f"layer.{number}": file for number, file in enumerate(files)}})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 def identify(folder: Path, **options: Any) -> ModelIdentity:
     return identify_model(str(folder), **options).identity
 
@@ -140,6 +145,21 @@ def test_dequantising_what_is_not_quantised_is_refused(tmp_path: Path) -> None:
          "model.safetensors can't be read: No such file"),
         (lambda folder: (save(folder, tiny_config("llama")), (folder / "second.safetensors").mkdir()),
          "second.safetensors can't be read: Is a directory"),
+        (lambda folder: (folder.mkdir(), (folder / "model-Q4.gguf").write_bytes(b"GGUF")),
+         r"no config\.json \(found model-Q4\.gguf, which is never loaded\); name a transformers checkpoint"),
+        (lambda folder: (save(folder, tiny_config("llama")), (folder / "adapter_config.json").write_text("{}")),
+         r"holds an adapter \(adapter_config\.json\), not a whole model; merge it into its base model"),
+        (lambda folder: (save(folder, tiny_config("llama")),
+                         (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+                         index(folder, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")),
+         r"index\.json names what is not there: model-00002-of-00002\.safetensors; the copy is not whole"),
+        (lambda folder: (save(folder, tiny_config("llama")),
+                         (folder / "model.safetensors").rename(folder / "m.safetensors"),
+                         (folder / "model.safetensors.index.json").write_text("[]")),
+         r"index\.json can't be used \(TypeError\); copy the checkpoint again"),
+        (lambda folder: (save(folder, tiny_config("llama")), (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")),
+         r"model\.safetensors is a pointer of Git LFS; run `git lfs pull`"),
         (lambda folder: save(folder, transformers.T5Config()), "t5 is an encoder-decoder; hiddenq reads decoders only"),
     ],
 )  # fmt: skip
