@@ -18,7 +18,7 @@ from typing import Any, Self, get_args
 
 from hiddenq.contracts.errors import DatasetError, UsageError
 from hiddenq.contracts.layers import resolve_target_layers
-from hiddenq.contracts.run import DatasetIdentity, RunConfig, TokenizerIdentity
+from hiddenq.contracts.run import DatasetIdentity, TokenizerIdentity
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.model_identity import identify_model
 from hiddenq.telemetry import logger
@@ -186,19 +186,6 @@ class Job:
                 f"({self.limits.bytes_per_token} bytes a token, so {max(fits, 0)} tokens at most); raise it"
             )
         return min(bound for bound in (asked, model, fits) if bound is not None)
-
-    def is_default_length_of(self, run: RunConfig) -> bool:
-        """Whether a run's `max_length` only follows from its budgets, and this job asks for none of its own."""
-        limits = BatchLimits.of(
-            token_budget=run.token_budget,
-            max_shard_bytes=run.max_shard_bytes,
-            shard=ShardFormat.of_run(run),
-            rotary=self.limits.rotary,
-        )
-        bounds = (run.model.max_positions, limits.max_sample_tokens)
-        return self.settings.max_length is None and run.max_length == min(
-            bound for bound in bounds if bound is not None
-        )
 
     def _row_schema(self) -> RowSchema:
         if self.settings.row_schema != "auto":

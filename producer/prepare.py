@@ -19,9 +19,11 @@ from hiddenq import __version__
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch
 from hiddenq.contracts.run import DatasetIdentity, RunConfig
+from hiddenq.contracts.shard import ShardFormat
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_run_json, write_run_json
 from hiddenq.telemetry import logger
+from producer.batching import BatchLimits
 from producer.job import Job, Progress, no_progress
 from producer.order import SampleOrder
 from producer.parts import put_file, remove_other_parts, write_plan
@@ -58,7 +60,7 @@ def prepare(settings: ProducerSettings, store: ObjectStore, progress: Progress =
 
 def _check_same(store: ObjectStore, existing: RunConfig, job: Job) -> None:
     decided = _decided(job, job.dataset())
-    if job.is_default_length_of(existing):
+    if _has_default_length(existing, job):
         del decided["max_length"]  # then it differs only because a budget does, which is named
     requested = existing.model_copy(update=decided)
     differences = existing.differences(requested)
@@ -67,6 +69,18 @@ def _check_same(store: ObjectStore, existing: RunConfig, job: Job) -> None:
             f"{store.uri}: holds another run ({existing.run}): {'; '.join(map(str, differences))}; "
             "use another location, or the settings and inputs of that run"
         )
+
+
+def _has_default_length(run: RunConfig, job: Job) -> bool:
+    """Whether a run's `max_length` only follows from its budgets, and the job asks for none of its own."""
+    limits = BatchLimits.of(
+        token_budget=run.token_budget,
+        max_shard_bytes=run.max_shard_bytes,
+        shard=ShardFormat.of_run(run),
+        rotary=job.limits.rotary,
+    )
+    bounds = (run.model.max_positions, limits.max_sample_tokens)
+    return job.settings.max_length is None and run.max_length == min(bound for bound in bounds if bound is not None)
 
 
 def _write(job: Job, store: ObjectStore, progress: Progress) -> Prepared:

@@ -7,7 +7,7 @@ written before the first shard. It never writes.
     plan.py       run.json, batches, rejects, index, manifest      shard.py      one shard in one pass
     values.py     stored words as numbers                          norms.py      samples against each other (`deep`)
     recompute.py  samples from the model again                     verify.py     the order of it all
-    report.py     findings and what to do about them
+    report.py     findings and what to do about them               reading.py    an object's bytes, once
 """
 
 from hiddenq.reader.checks.report import Finding, Recomputed, VerifyReport

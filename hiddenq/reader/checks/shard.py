@@ -17,16 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hiddenq.contracts import names
-from hiddenq.contracts.checksum import Crc64Nvme
 from hiddenq.contracts.errors import DamagedShard, ObjectMissing
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat, TensorSpec, parse_header
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import values
+from hiddenq.reader.checks.reading import ObjectBytes
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.headers import header_size, samples_of
-from hiddenq.reader.patience import patiently
 from hiddenq.storage import ObjectInfo, ObjectStore
 from hiddenq.storage.runfiles import TokenRow
 
@@ -66,7 +65,7 @@ def check_shard(
 ) -> ShardOutcome:
     """Read a shard once and add what is wrong with it to `findings`."""
     outcome = ShardOutcome()
-    stream = _Stream(store, info)
+    stream = ObjectBytes(store, info)
     try:
         _check(stream, batch, rows, config, findings, outcome, budget, deep=deep)
     except (DamagedShard, ObjectMissing) as error:
@@ -76,7 +75,7 @@ def check_shard(
 
 
 def _check(
-    stream: _Stream,
+    stream: ObjectBytes,
     batch: BatchPlan,
     rows: Sequence[TokenRow],
     config: RunConfig,
@@ -221,35 +220,3 @@ def _check_final(where: str, arrays: dict[str, npt.NDArray[Any]], config: RunCon
     slot = arrays["hidden_states"][:, config.target_layer_ids.index(last)]
     if not np.array_equal(slot, arrays["final_hidden_state"]):
         findings.add("final_state", where, f"layer {last} is the last one, but differs from final_hidden_state")
-
-
-class _Stream:
-    """An object's bytes in order, each asked for once; the checksum is over what was handed out."""
-
-    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
-        self.info = info
-        self.position = 0
-        self.crc = Crc64Nvme()
-        self._store = store
-
-    @property
-    def left(self) -> int:
-        """Bytes not handed out yet."""
-        return self.info.num_bytes - self.position
-
-    def take(self, num_bytes: int) -> memoryview:
-        """The next bytes, as many as asked for.
-
-        Raises:
-            DamagedShard: the object ends before.
-        """
-        end = self.position + num_bytes
-        data = patiently()(self._store.get_bytes, self.info.key, self.position, end) if num_bytes else b""
-        if len(data) != num_bytes:
-            have = self.position + len(data)
-            raise DamagedShard(
-                f"{self.info.key}: ends after {have} bytes; expected {self.position + num_bytes} or more"
-            )
-        self.position += num_bytes
-        self.crc.update(data)
-        return memoryview(data)
