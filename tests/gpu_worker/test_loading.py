@@ -26,16 +26,18 @@ from tests.support.models import (
     write_config,
 )
 
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3_text", {}),
-    "internvl": ("qwen2", {}),
-    "llava": ("llama", {}),
-    "mistral3": ("mistral", {}),
-    "qwen2_5_vl": ("qwen2_5_vl_text", _MROPE),
-    "qwen3_5": ("qwen3_5_text", {}),
-    "qwen3_vl": ("qwen3_vl_text", _MROPE),
-}
+WRAPPERS = {
+    "gemma3": "gemma3_text", "internvl": "qwen2", "llava": "llama", "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text",
+}  # fmt: skip
+"""Wrappers of a decoder, the popular ones, each tried with tied and untied embeddings, and its decoder's type."""
+MORE_WRAPPERS = {
+    "aya_vision": "cohere2", "blip-2": "opt", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma4": "gemma4_text",
+    "glm4v": "glm4v_text", "hunyuan_vl": "hunyuan_vl_text", "idefics3": "llama", "lfm2_vl": "lfm2",
+    "llava_onevision": "qwen2", "paligemma": "gemma", "qwen2_vl": "qwen2_vl_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "video_llama_3": "qwen2",
+}  # fmt: skip
+_SAVED = [(name, tied) for name in WRAPPERS for tied in (False, True)] + [(name, False) for name in MORE_WRAPPERS]
 _TINY_VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
     "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14, "in_channels": 3,
@@ -45,23 +47,24 @@ _TINY_VISION: dict[str, Any] = {
 
 def wrapper_config(name: str, *, tied: bool) -> PreTrainedConfig:
     """A tiny vision wrapper around a tiny decoder."""
-    text, fields = WRAPPERS[name]
-    default = CONFIG_MAPPING[name]().to_dict()["vision_config"]
-    vision = {key: _TINY_VISION.get(key, value) for key, value in default.items()}
+    decoder = tiny_config((WRAPPERS | MORE_WRAPPERS)[name], tie_word_embeddings=tied).to_dict()
+    parts: dict[str, Any] = {"text_config": decoder}
+    for part, fields in CONFIG_MAPPING[name]().to_dict().items():
+        if isinstance(fields, dict) and part.endswith("_config") and part != "text_config":
+            parts[part] = {key: _TINY_VISION.get(key, value) for key, value in fields.items()}
     if name == "internvl":
-        vision |= {"image_size": [28, 28], "patch_size": [14, 14]}
-    decoder = tiny_config(text, tie_word_embeddings=tied, **fields).to_dict()
-    return CONFIG_MAPPING[name](text_config=decoder, vision_config=vision, tie_word_embeddings=tied)
+        parts["vision_config"] |= {"image_size": [28, 28], "patch_size": [14, 14]}
+    return CONFIG_MAPPING[name](**parts, tie_word_embeddings=tied)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(("name", "tied"), [(name, tied) for name, tied in _SAVED if name in CONFIG_MAPPING])
 def test_a_wrappers_decoder_is_loaded_whole_and_alone(name: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     whole = AutoModelForImageTextToText.from_config(wrapper_config(name, tied=tied))
     whole.save_pretrained(tmp_path)
     loaded = load_decoder(str(tmp_path), dtype=torch.float32)
-    expected, found = whole.model.language_model.state_dict(), loaded.model.state_dict()
+    [inside] = [module for module in whole.modules() if type(module) is type(loaded.model)]
+    expected, found = inside.state_dict(), loaded.model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert find_decoder(loaded.model, VOCAB_SIZE).num_layers == 4
