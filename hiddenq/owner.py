@@ -83,10 +83,14 @@ class OwnerMark(Background):
             self._closing.wait(self._watch_seconds)
             if (now := self._read()) and now != found:
                 raise self._refusal(now)
-        self._write()
-        self._closing.wait(min(SETTLE_SECONDS, self._seconds / 2))
-        self._look()
-        self.check()
+        try:
+            self._write()
+            self._closing.wait(min(SETTLE_SECONDS, self._seconds / 2))
+            self._look()
+            self.check()
+        except BaseException:  # interrupted, perhaps: nobody would take the mark away
+            self._end()
+            raise
 
     def _end(self) -> None:
         try:

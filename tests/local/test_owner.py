@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch
 from hiddenq.delivery import LocationLock, connect
+from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import OwnerMark, owned
 from hiddenq.storage import ObjectStore, open_store
 from tests.delivery.conftest import FAST
@@ -57,6 +60,19 @@ def test_a_mark_that_is_no_mark_holds_nobody_up(store: ObjectStore) -> None:
     store.put_bytes(names.OWNER, b"[not a mark")
     with mark(store):
         assert json.loads(store.get_bytes(names.OWNER))["pid"] == os.getpid()
+
+
+def test_an_owner_interrupted_while_it_takes_the_location_leaves_no_mark(store: ObjectStore) -> None:
+    def interrupt() -> None:
+        wait_until(lambda: store.stat(names.OWNER))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    with interruptible(), pytest.raises(Interrupted):
+        thread.start()
+        OwnerMark(store).__enter__()
+    thread.join()
+    assert store.stat(names.OWNER) is None
 
 
 def test_an_owner_that_was_stopped_and_taken_for_dead_learns_so(store: ObjectStore) -> None:
