@@ -118,7 +118,7 @@ class VerifyReport(Versioned):
         ]
         if again := self.recomputed:
             lines.append(
-                f"recomputed {again.num_samples} samples with {again.model}: worst difference "
+                f"recomputed {again.num_samples} of them with {again.model}: worst difference "
                 f"{again.worst_difference:.2e} (sample {again.worst_sample}, {again.worst_layer}; "
                 f"up to {again.tolerance:.0e} is accepted)"
             )
