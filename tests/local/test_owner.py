@@ -68,9 +68,10 @@ def test_an_owner_interrupted_while_it_takes_the_location_leaves_no_mark(store: 
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
-    with interruptible(), pytest.raises(Interrupted):
+    with interruptible():
         thread.start()
-        OwnerMark(store).__enter__()
+        with pytest.raises(Interrupted):
+            OwnerMark(store).__enter__()
     thread.join()
     assert store.stat(names.OWNER) is None
 
