@@ -16,6 +16,7 @@ from gpu_worker.decoder import count_layers, find_decoder
 from gpu_worker.kernels import choose_attention
 from gpu_worker.loading import load_decoder
 from hiddenq.contracts.errors import ModelError
+from tests.support.architectures import MORE_WRAPPERS, WRAPPERS
 from tests.support.models import (
     VOCAB_SIZE,
     add_quantization,
@@ -26,17 +27,6 @@ from tests.support.models import (
     write_config,
 )
 
-WRAPPERS = {
-    "gemma3": "gemma3_text", "internvl": "qwen2", "llava": "llama", "mistral3": "mistral",
-    "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text",
-}  # fmt: skip
-"""Wrappers of a decoder, the popular ones, each tried with tied and untied embeddings, and its decoder's type."""
-MORE_WRAPPERS = {
-    "aya_vision": "cohere2", "blip-2": "opt", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma4": "gemma4_text",
-    "glm4v": "glm4v_text", "hunyuan_vl": "hunyuan_vl_text", "idefics3": "llama", "lfm2_vl": "lfm2",
-    "llava_onevision": "qwen2", "paligemma": "gemma", "qwen2_vl": "qwen2_vl_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "video_llama_3": "qwen2",
-}  # fmt: skip
 _SAVED = [(name, tied) for name in WRAPPERS for tied in (False, True)] + [(name, False) for name in MORE_WRAPPERS]
 _TINY_VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,

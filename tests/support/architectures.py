@@ -179,3 +179,16 @@ NO_DECODER_OF_THEIR_OWN = (
     "emu3_text_model", "gemma4_assistant", "gemma4_unified_assistant", "mllama_text_model", "trocr",
 )  # fmt: skip
 """Transformers has no model without a head for these (`AutoModel` does not know them), as for some wrapped decoders."""
+
+WRAPPERS = {
+    "gemma3": "gemma3_text", "internvl": "qwen2", "llava": "llama", "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text",
+}  # fmt: skip
+"""Wrappers of a decoder, the popular ones, each tried with tied and untied embeddings, and its decoder's type."""
+MORE_WRAPPERS = {
+    "aya_vision": "cohere2", "blip-2": "opt", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma4": "gemma4_text",
+    "glm4v": "glm4v_text", "idefics3": "llama", "lfm2_vl": "lfm2",
+    "llava_onevision": "qwen2", "paligemma": "gemma", "qwen2_vl": "qwen2_vl_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "video_llama_3": "qwen2",
+}  # fmt: skip
+"""More of them, untied."""
