@@ -1,14 +1,15 @@
 """Failures in a row: when a worker should stop taking batches.
 
-Invariant: one batch that succeeds ends the row; errors that are nobody's fault here (Redis or the store away) neither
-lengthen nor end it. So one bad batch never stops a worker, and a bad GPU never eats a queue.
+Invariant: one batch that succeeds ends the row; errors that are nobody's fault here (Redis or the store away, a
+message that is not of the run) neither lengthen nor end it. So one bad batch never stops a worker, and a bad GPU never
+eats a queue.
 """
 
 from __future__ import annotations
 
 import threading
 
-from hiddenq.contracts.errors import LeaseLost, RedisAway, StoreAway
+from hiddenq.contracts.errors import BadMessage, LeaseLost, RedisAway, StoreAway
 
 
 class DeviceLost(Exception):
@@ -26,7 +27,7 @@ class FailureStreak:
 
     def failed(self, error: BaseException) -> None:
         """An execution failed."""
-        if isinstance(error, RedisAway | StoreAway | LeaseLost):
+        if isinstance(error, RedisAway | StoreAway | LeaseLost | BadMessage):
             return
         with self._lock:
             self._in_a_row += 1

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.gather import Destination
-from hiddenq.contracts.errors import DamagedShard
+from hiddenq.contracts.errors import BadMessage, DamagedShard
 from hiddenq.contracts.messages import BatchJob
+from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.storage.runfiles import TokenRow
 
@@ -128,6 +129,21 @@ def pad_rows(
         lengths_B=lengths_B,
         begins_B=begins_B,
     )
+
+
+def check_planned(job: BatchJob, config: RunConfig) -> None:
+    """Refuse a batch that the run's plan can't hold, before a byte is read or set aside for it.
+
+    Raises:
+        BadMessage: a batch id past the plan's last one, or more padded tokens than any batch holds.
+    """
+    if int(job.batch_id) >= config.num_batches:
+        raise BadMessage(f"batch {job.batch_id}: run {config.run} has {config.num_batches} batches; not one of them")
+    if job.num_samples * job.padded_length > config.token_budget:
+        raise BadMessage(
+            f"batch {job.batch_id}: {job.num_samples} samples of {job.padded_length} padded tokens, expected at most "
+            f"{config.token_budget} (the token budget of run {config.run})"
+        )
 
 
 def check_rows(job: BatchJob, rows: Sequence[TokenRow]) -> None:

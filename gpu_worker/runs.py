@@ -15,7 +15,7 @@ import transformers
 
 import hiddenq
 from gpu_worker.extraction import Extractor
-from gpu_worker.inputs import PaddedBatch, check_rows, pad_rows
+from gpu_worker.inputs import PaddedBatch, check_planned, check_rows, pad_rows
 from gpu_worker.selfcheck import length_band
 from hiddenq import telemetry
 from hiddenq.contracts.errors import RunMismatch, StoreAway, UsageError, UserError
@@ -72,9 +72,11 @@ class ServedRun:
         """Read a batch's tokens and pad them.
 
         Raises:
+            BadMessage: it is no batch of this run.
             DamagedShard: the token part is not what the run wrote, or does not fit the message.
             StoreAway: the store can't be reached now.
         """
+        check_planned(job, self.config)
         rows = read_token_rows(self.store, job.token_part, job.first_row, job.num_samples)
         check_rows(job, rows)
         return pad_rows(

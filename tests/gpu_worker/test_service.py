@@ -28,7 +28,7 @@ from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
 from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
 from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
-from hiddenq.delivery import KEEP_ENDED_SECONDS, Consumer, dead_letters, fleet, save_run, self_checks
+from hiddenq.delivery import KEEP_ENDED_SECONDS, Consumer, dead_letters, enqueue, fleet, save_run, self_checks
 from hiddenq.delivery import cancel as cancel_run
 from hiddenq.storage.runfiles import load_batches, read_token_rows
 from tests.gpu_worker.conftest import tiny_decoder
@@ -269,6 +269,23 @@ def test_one_bad_batch_is_tried_again_and_costs_the_others_nothing(
     meddle(fail_once)
     assert serve_until(run, lambda: len(run.spool.files()) == run.num_batches) == 0
     assert_nothing_is_held(run)
+
+
+def test_messages_that_are_no_batches_of_the_run_are_set_aside_unread_and_cost_the_others_nothing(run: Served) -> None:
+    planned = load_batches(run.store)[0].job(run.config.run)
+    foreign = [planned.model_copy(update={"batch_id": f"{900_000 + number}"}) for number in range(6)]
+    vast = planned.model_copy(update={"padded_length": 10**9})  # two of them would take more memory than there is
+    run.client.delete(f"rq:job:{run.config.run}-{planned.batch_id}")
+    run.client.lrem(f"rq:queue:hiddenq-extract-{run.config.run}", 0, f"{run.config.run}-{planned.batch_id}")
+    enqueue(run.client, run.record, [vast, *foreign])
+
+    def dead() -> list[Any]:
+        return dead_letters(run.client, run.config.run)
+
+    assert serve_until(run, lambda: len(run.spool.files()) == run.num_batches - 1 and len(dead()) == 7) == 0
+    errors = {letter.batch.batch_id: letter.attempts[-1].error for letter in dead()}
+    assert "samples of 1000000000 padded tokens, expected at most" in errors[planned.batch_id]
+    assert all(f"has {run.num_batches} batches; not one of them" in errors[job.batch_id] for job in foreign)
 
 
 def test_a_worker_whose_lease_is_lost_deletes_its_own_file(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
