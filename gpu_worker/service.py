@@ -35,12 +35,11 @@ from hiddenq.contracts.errors import UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.metrics import GpuWorkerMetrics
 from hiddenq.delivery import Consumer, RunRecord, connect, record_self_check, worker_name
+from hiddenq.delivery.connection import OUTAGE_SECONDS
 from hiddenq.storage import Spool
 
 DEVICE_LOST_STATUS = 71
 LOOK_FOR_RUN_SECONDS = 1.0
-OUTAGE_SECONDS = 3600.0
-"""So long a worker waits at its start for a store that is away."""
 
 
 def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_ready) -> int:

@@ -19,8 +19,9 @@ import redis
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import DeliverySettings, RunRecord
+from hiddenq.delivery.connection import OUTAGE_SECONDS, through_outage
 from hiddenq.interruption import Interrupted
-from hiddenq.produce import OUTAGE_SECONDS, ProducerProcess, patiently
+from hiddenq.produce import ProducerProcess
 from hiddenq.progress import RunProgress, print_summary
 from hiddenq.storage import ObjectStore, Spool, StoreSettings
 from hiddenq.supervisor import ProcessSpec, Supervisor, hiddenq_command
@@ -104,14 +105,14 @@ class Pipeline:
                 write_target_head(self._store, record.config)
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
-            with patiently(lambda: RunProgress(self._client, record)) as progress:
+            with through_outage(lambda: RunProgress(self._client, record)) as progress:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
         began = time.monotonic()
-        manifest = patiently(lambda: self._finish(record))
+        manifest = through_outage(lambda: self._finish(record))
         seconds["finish"] = time.monotonic() - began
-        patiently(lambda: print_summary(self._client, record, manifest, seconds, before))
+        through_outage(lambda: print_summary(self._client, record, manifest, seconds, before))
         if reason:
             raise reason
         return 0 if manifest.complete else 1

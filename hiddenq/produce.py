@@ -13,29 +13,19 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
-from hiddenq.delivery import (
-    DeliverySettings,
-    EnqueueReport,
-    Ledger,
-    Patience,
-    RunRecord,
-    connect,
-    enqueue,
-    retry_dead,
-    save_run,
-)
+from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, retry_dead, save_run
+from hiddenq.delivery.connection import OUTAGE_SECONDS, through_outage
 from hiddenq.interruption import SIGNALS, uninterrupted
 from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress
@@ -45,11 +35,6 @@ from hiddenq.supervisor import die_with_parent
 from hiddenq.telemetry import configure_logging, logger
 from producer import prepare
 from uploader import rebuild_ledger
-
-OUTAGE_SECONDS = 3600.0
-"""So long a store or a Redis that was there at the start may be away before a run is given up."""
-
-T = TypeVar("T")
 
 if TYPE_CHECKING:
     from producer import ProducerSettings
@@ -78,7 +63,7 @@ def produce(
 
     Raises:
         UserError: model, dataset, location or settings are not as they must be.
-        StoreAway, RedisAway: for longer than that.
+        StoreAway, RedisAway: for longer than `OUTAGE_SECONDS`.
     """
     store = store.patient(OUTAGE_SECONDS)
     plan = prepare(settings, store, progress)
@@ -88,24 +73,14 @@ def produce(
         store=store_settings.model_dump(mode="json"),
         delivery=delivery,
     )
-    patiently(lambda: save_run(client, record))
-    patiently(lambda: reconcile_ledger(client, store, record, progress))
-    if retry_failed and (num_retried := patiently(lambda: retry_dead(client, record.run))):
+    through_outage(lambda: save_run(client, record))
+    through_outage(lambda: reconcile_ledger(client, store, record, progress))
+    if retry_failed and (num_retried := through_outage(lambda: retry_dead(client, record.run))):
         logger().warning("dead_letters_retried", run=record.run, num_batches=num_retried)
     prepared(record)
     (stop or threading.Event()).wait(settle_seconds)
     jobs = (batch.job(record.run) for batch in iterate_batches(store))
     return enqueue(client, record, jobs, stop=stop)
-
-
-def patiently(step: Callable[[], T]) -> T:
-    """A step that may be repeated, again and again while Redis is away.
-
-    Raises:
-        RedisAway: it was away for an hour.
-    """
-    until = time.monotonic() + OUTAGE_SECONDS
-    return Patience(give_up=lambda: time.monotonic() >= until)(step)
 
 
 def reconcile_ledger(client: redis.Redis, store: ObjectStore, record: RunRecord, progress: Progress) -> None:

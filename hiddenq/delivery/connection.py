@@ -29,6 +29,8 @@ from hiddenq.delivery.foreign import Client
 MIN_VERSION = (6, 2)
 DEFAULT_WAIT_SECONDS = 10.0
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
+OUTAGE_SECONDS = 3600.0
+"""So long a store or a Redis that was there at the start may be away before a run is given up."""
 
 AWAY_CLASSES = (
     redis_errors.ConnectionError,
@@ -117,6 +119,16 @@ class Patience:
     def _count(self, step: int) -> None:
         with self._lock:
             self._num_waiting += step
+
+
+def through_outage(step: Callable[[], T]) -> T:
+    """A step that may be repeated, again and again while Redis is away.
+
+    Raises:
+        RedisAway: it was away for `OUTAGE_SECONDS`.
+    """
+    until = time.monotonic() + OUTAGE_SECONDS
+    return Patience(give_up=lambda: time.monotonic() >= until)(step)
 
 
 def text(value: Any) -> str:
