@@ -27,7 +27,7 @@ from hiddenq.contracts.errors import (
 from hiddenq.contracts.manifest import BatchPlan, DeadLetter, Manifest
 from hiddenq.contracts.messages import LedgerEntry
 from hiddenq.contracts.shard import ShardFormat
-from hiddenq.delivery import Ledger, RunRecord, dead_letters, mark_finished, self_checks
+from hiddenq.delivery import Ledger, RunRecord, dead_batches, dead_letters, mark_finished, self_checks
 from hiddenq.delivery.connection import away_errors
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import load_batches, load_manifest
@@ -50,7 +50,7 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
     with away_errors(), _finishing(client, record) as still_mine:
         check_same_run(store, record.config)
         entries = Ledger(client, record.run).entries()
-        letters = dead_letters(client, record.run)
+        letters, dead = dead_letters(client, record.run), dead_batches(client, record.run)
         batches = load_batches(store)
         remove_losers(store, entries)
         remove_unfinished(client, record.run, store)
@@ -60,7 +60,7 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
             return existing
         index = build_index(store, ShardFormat.of_run(record.config), batches, entries, still_mine=still_mine)
         checks = self_checks(client, record.run)
-        manifest = _manifest(record, batches, entries, letters, crc.of_bytes(index)).model_copy(
+        manifest = _manifest(record, batches, entries, dead, crc.of_bytes(index)).model_copy(
             update={
                 "self_checks": tuple(checks),
                 "run_json_checksum": crc.of_bytes(store.get_bytes(names.RUN_JSON)),
@@ -105,12 +105,11 @@ def _manifest(
     record: RunRecord,
     batches: Sequence[BatchPlan],
     entries: Mapping[str, LedgerEntry],
-    letters: Sequence[DeadLetter],
+    dead: set[str],
     index_checksum: str,
 ) -> Manifest:
     config = record.config
     committed = [entries[batch.batch_id] for batch in batches if batch.batch_id in entries]
-    dead = sorted({letter.batch.batch_id for letter in letters} - entries.keys())
     return Manifest(
         run=record.run,
         complete=len(committed) == len(batches),
@@ -126,7 +125,7 @@ def _manifest(
         num_bytes=sum(entry.num_bytes for entry in committed),
         index_checksum=index_checksum,
         plan_digest=config.plan_digest,
-        dead_letters=tuple(dead),
+        dead_letters=tuple(sorted(dead - entries.keys())),
         self_checks=(),
     )
 

@@ -107,7 +107,7 @@ def failed_list(
     json: Annotated[bool, typer.Option("--json", help="Print all, each as one line of JSON in an array.")] = False,
 ) -> int:
     """List dead letters, oldest first."""
-    from hiddenq.delivery import each_dead_letter, num_dead
+    from hiddenq.delivery import each_dead_letter, num_dead, num_foreign
 
     with _open_run(meant, queue, store) as opened:
         letters = each_dead_letter(opened.client, opened.run)
@@ -118,7 +118,8 @@ def failed_list(
                 typer.echo(",\n" + line, nl=False)
             typer.echo("]")
             return 0
-        total = num_dead(opened.client, opened.run)
+        foreign = num_foreign(opened.client, opened.run)
+        total = num_dead(opened.client, opened.run) + foreign
         table = Table("batch", "samples", "attempts", "reason", box=None, pad_edge=False)
         for letter in itertools.islice(letters, limit or None):
             reason = letter.reason.strip().splitlines()[-1] if letter.reason.strip() else "unknown"
@@ -128,6 +129,10 @@ def failed_list(
     Console().print(table if total else "no dead letters")
     if (left := total - table.row_count) > 0:
         typer.echo(f"and {left:,} more: --limit 0 shows all")
+    if foreign:
+        typer.echo(
+            f"{foreign:,} of them are no batches of the run's plan and count for nothing: `hiddenq failed drop` them"
+        )
     return 0
 
 

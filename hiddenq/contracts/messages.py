@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 from hiddenq.contracts.base import Versioned
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-BatchId = Annotated[str, StringConstraints(pattern=r"^[0-9]{6,12}$")]
+BatchId = Annotated[str, StringConstraints(pattern=r"^([0-9]{6}|[1-9][0-9]{6,11})$")]
 ExecutionId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 SpoolId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")]
 ShardName = Annotated[str, StringConstraints(pattern=r"^[0-9]{6,12}-[0-9a-f]{8}\.safetensors$")]

@@ -21,6 +21,7 @@ from hiddenq.delivery.dead_letters import (
     drop_dead,
     each_dead_letter,
     num_dead,
+    num_foreign,
     retry_dead,
 )
 from hiddenq.delivery.ended import KEEP_ENDED_SECONDS, EndedRuns
@@ -96,6 +97,7 @@ __all__ = [
     "load_run",
     "mark_finished",
     "num_dead",
+    "num_foreign",
     "record_self_check",
     "restore_uploads",
     "retry_dead",

@@ -2,7 +2,8 @@
 
 Invariant: a dead letter is a failed job of RQ, and its story is that job's results stream, so RQ's tools and
 `hiddenq failed` show the same. Retrying gives all attempts back; dropping forgets the job, not the batch, which a later
-`enqueue` will find missing.
+`enqueue` will find missing. The run's are those of batches in its plan; a message that says it is the run's and names
+no such batch is set aside as `foreign` (by lua/common.lua): listed and dropped with them, counted with none.
 """
 
 from __future__ import annotations
@@ -32,33 +33,39 @@ def dead_letters(client: redis.Redis, run: str, *, limit: int | None = None) -> 
 
     Messages that nobody could read are counted by `fleet`, not listed.
     """
-    return list(itertools.islice(each_dead_letter(client, run, at_once=min(limit or CHUNK, CHUNK)), limit))
+    at_once = min(limit or CHUNK, CHUNK)
+    return list(itertools.islice(each_dead_letter(client, run, foreign=False, at_once=at_once), limit))
 
 
 def each_dead_letter(
-    client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None, *, at_once: int = CHUNK
+    client: redis.Redis,
+    run: str,
+    batch_ids: Sequence[str] | None = None,
+    *,
+    foreign: bool = True,
+    at_once: int = CHUNK,
 ) -> Iterator[DeadLetter]:
-    """The same one by one (or those of some batches): a hundred thousand of them are never in memory together.
+    """The same one by one (or those of some batches), foreign ones at the end; all are never in memory together.
 
     Raises:
         UsageError: one of the batches named has no dead letter.
     """
-    for chunk in _chunks(_dead_jobs(client, run, batch_ids), at_once):
+    for chunk in _chunks(_dead_jobs(client, run, batch_ids, foreign=foreign), at_once):
         pipeline: Any = client.pipeline(transaction=False)
         for job_id in chunk:
             pipeline.hgetall(f"rq:job:{job_id}")
             pipeline.xrange(f"rq:results:{job_id}")
         with away_errors():
             answers = iter(pipeline.execute())
-        for job, results in zip(answers, answers, strict=True):
-            if letter := _letter({text(name): raw(value) for name, value in job.items()}, results):
+        for job_id, job, results in zip(chunk, answers, answers, strict=True):
+            if letter := _letter(job_id, {text(name): raw(value) for name, value in job.items()}, results):
                 yield letter
 
 
 def dead_batches(client: redis.Redis, run: str, *, queue: str | None = None) -> set[str]:
     """Ids of the batches that have a dead letter (of one queue only, if given), without their stories."""
     found: set[str] = set()
-    for chunk in _chunks(_dead_jobs(client, run, None)):
+    for chunk in _chunks(_dead_jobs(client, run, None, foreign=False)):
         pipeline: Any = client.pipeline(transaction=False)
         for job_id in chunk:
             pipeline.hmget(f"rq:job:{job_id}", "batch_id", "origin")
@@ -74,8 +81,14 @@ def num_dead(client: redis.Redis, run: str) -> int:
         return int(client.zcard(_key(run)))
 
 
+def num_foreign(client: redis.Redis, run: str) -> int:
+    """How many messages were set aside that are no batches of the run's plan."""
+    with away_errors():
+        return int(client.zcard(_foreign_key(run)))
+
+
 def retry_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> int:
-    """Queue dead letters again (all of the run, or these batches), with all their attempts; returns how many.
+    """Queue dead letters again (all of the run's plan, or these batches), with all their attempts; returns how many.
 
     Raises:
         UsageError: one of the batches named has no dead letter; none was queued.
@@ -84,7 +97,7 @@ def retry_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = 
 
 
 def drop_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = None) -> int:
-    """Forget dead letters (all of the run, or these batches); returns how many.
+    """Forget dead letters (all, foreign ones as well, or these batches); returns how many.
 
     Raises:
         UsageError: one of the batches named has no dead letter; none was dropped.
@@ -94,16 +107,17 @@ def drop_dead(client: redis.Redis, run: str, batch_ids: Sequence[str] | None = N
 
 def _act(client: redis.Redis, run: str, batch_ids: Sequence[str] | None, action: str) -> int:
     scripts, num = Scripts(client), 0
-    for chunk in _chunks(_dead_jobs(client, run, batch_ids)):
+    for chunk in _chunks(_dead_jobs(client, run, batch_ids, foreign=action == "drop" or batch_ids is not None)):
         with away_errors():
             num += int(scripts.run("dead_letter", action=action, jobs=chunk))
     return num
 
 
-def _dead_jobs(client: redis.Redis, run: str, batch_ids: Sequence[str] | None) -> list[str]:
+def _dead_jobs(client: redis.Redis, run: str, batch_ids: Sequence[str] | None, *, foreign: bool) -> list[str]:
     """Ids of the run's dead jobs: a batch's extract job, or an upload job of it (its id has the batch's in front)."""
     with away_errors():
-        found = [text(job_id) for job_id in client.zrange(_key(run), 0, -1)]
+        keys = [_key(run), _foreign_key(run)] if foreign else [_key(run)]
+        found = [text(job_id) for key in keys for job_id in client.zrange(key, 0, -1)]
     if batch_ids is None:
         return found
     wanted = {names.extract_job_id(run, batch_id): batch_id for batch_id in batch_ids}
@@ -122,12 +136,19 @@ def _key(run: str) -> str:
     return f"hiddenq:run:{run}:dead"
 
 
-def _letter(job: dict[str, bytes], results: list[tuple[bytes, dict[bytes, bytes]]]) -> DeadLetter | None:
+def _foreign_key(run: str) -> str:
+    return f"hiddenq:run:{run}:foreign"
+
+
+def _letter(job_id: str, job: dict[str, bytes], results: list[tuple[bytes, dict[bytes, bytes]]]) -> DeadLetter | None:
     if job.get("status") != b"failed":
         return None
     try:
         queue, data = job["origin"].decode(), job["data"]
-        batch = jobs.unpack(data, BatchJob) if jobs.run_of(queue) else jobs.unpack(data, ShardReady).batch
+        message = jobs.unpack(data, BatchJob) if jobs.run_of(queue) else jobs.unpack(data, ShardReady)
+        if jobs.job_id(message) != job_id:
+            return None
+        batch = message if isinstance(message, BatchJob) else message.batch
         attempts = [_attempt(text(entry_id), fields) for entry_id, fields in results if b"error" in fields]
         return DeadLetter(batch=batch, queue=queue, reason=_last_line(job["exc_info"]), attempts=tuple(attempts))
     except (BadMessage, UnknownSchema, KeyError, ValueError, zlib.error):

@@ -22,7 +22,7 @@ TYPES = {
     "hash": r"hiddenq:(workers|run:[^:]+(:ledger|:totals)?|spool:[^:]+(:files)?)|rq:(job|execution):.*|rq:worker:[^:]+",
     "list": r"hiddenq:run:[^:]+:(seconds|checks)|rq:queue:.*",
     "set": r"hiddenq:(runs|drained)|rq:(queues|workers(:.*)?|worker:[^:]+:executions)",
-    "zset": r"hiddenq:(leases|delayed|executions|spools|workers:seen|run:[^:]+:dead)"
+    "zset": r"hiddenq:(leases|delayed|executions|spools|workers:seen|run:[^:]+:(dead|foreign))"
     r"|rq:(wip|finished|failed|scheduled|executions):.*",
     "stream": r"rq:results:.*",
 }

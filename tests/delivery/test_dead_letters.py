@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from rq.job import Job
 
 from hiddenq.contracts.errors import (
@@ -21,7 +22,10 @@ from hiddenq.delivery import (
     drop_dead,
     each_dead_letter,
     enqueue,
+    fleet,
+    jobs,
     num_dead,
+    num_foreign,
     retry_dead,
 )
 from hiddenq.delivery.dead_letters import CHUNK
@@ -140,6 +144,35 @@ def test_rqs_own_requeue_of_a_dead_letter_works(bench: Bench) -> None:
     assert dead_letters(bench.client, "run") == []
     assert [claim.message.batch_id for claim in worker.claim(2)] == ["000000"]
     assert bench.client.zcard("hiddenq:run:run:dead") == 0
+
+
+def push(bench: Bench, batch_id: str) -> None:
+    """A message that says it is the run's, however it came into Redis."""
+    job_id = f"run-{batch_id}"
+    bench.client.hset(f"rq:job:{job_id}", mapping={**jobs.job_fields(batch(0)), "batch_id": batch_id})  # type: ignore[arg-type]
+    bench.client.rpush("rq:queue:hiddenq-extract-run", job_id)
+
+
+@pytest.mark.parametrize("batch_id", ["000002", "900000", "0000001", "1e0000", "-00001"])
+def test_a_message_that_is_no_batch_of_the_plan_is_listed_and_dropped_and_never_counts_for_the_run(
+    bench: Bench, batch_id: str
+) -> None:
+    made = bench.enqueue(2)
+    push(bench, batch_id)
+    worker = bench.gpu_worker()
+    [first, _] = worker.claim(9)
+    worker.fail(first, NonFiniteStates("x"))
+    assert bench.status(f"run-{batch_id}") == "failed"
+    assert (num_dead(bench.client, "run"), num_foreign(bench.client, "run")) == (1, 1)
+    assert dead_batches(bench.client, "run") == {"000000"}
+    assert [letter.batch for letter in dead_letters(bench.client, "run")] == [batch(0)]
+    [run] = fleet(bench.client).runs
+    assert run.num_dead == 1
+    assert retry_dead(bench.client, "run") == 1
+    assert num_foreign(bench.client, "run") == 1
+    assert drop_dead(bench.client, "run", [batch_id]) == 1
+    assert num_foreign(bench.client, "run") == 0
+    assert enqueue(bench.client, made, [batch(0), batch(1)]).num_enqueued == 0
 
 
 def test_many_dead_letters_are_counted_at_once_and_read_piece_by_piece(bench: Bench) -> None:

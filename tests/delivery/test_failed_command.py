@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hiddenq.cli import exit_status, inspect
-from hiddenq.contracts.errors import NonFiniteStates
-from hiddenq.delivery import num_dead
-from tests.delivery.conftest import Bench
+from hiddenq.contracts.errors import BadMessage, NonFiniteStates
+from hiddenq.delivery import enqueue, num_dead
+from tests.delivery.conftest import Bench, batch, record
 
 assert inspect.failed, "its commands are registered"
 
@@ -43,6 +43,24 @@ def test_list_names_each_with_its_reason_and_says_how_many_more_there_are(failed
     assert "and 2 more: --limit 0 shows all" in said
     letters = json.loads(failed("list", "--json")[1])
     assert [letter["batch"]["batch_id"] for letter in letters] == ["000000", "000001", "000002"]
+
+
+def test_what_is_no_batch_of_the_plan_is_listed_with_its_reason_and_said_to_count_for_nothing(
+    failed, bench: Bench
+) -> None:  # type: ignore[no-untyped-def]
+    enqueue(bench.client, record(num_batches=4), [batch(900_000)])
+    worker = bench.gpu_worker()
+    for claim in worker.claim(3):
+        if claim.message.batch_id == "900000":
+            worker.fail(claim, BadMessage("not one of them"))
+    status, said = failed("list")
+    assert status == 0
+    assert [line.split()[0] for line in said.splitlines()] == ["batch", "000000", "000001", "000002", "900000", "1"]
+    assert "not one of them" in said
+    assert "1 of them are no batches of the run's plan and count for nothing: `hiddenq failed drop` them" in said
+    assert num_dead(bench.client, "run") == 3
+    assert failed("drop", "900000") == (0, "1 dead letters dropped\n")
+    assert "900000" not in failed("list")[1]
 
 
 def test_show_tells_every_attempts_story(failed) -> None:  # type: ignore[no-untyped-def]

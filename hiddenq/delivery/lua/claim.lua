@@ -29,6 +29,7 @@ local function start(job, queue, run, execution, alone)
   redis.call('PERSIST', 'rq:job:' .. job)
   if run ~= '' then
     redis.call('ZREM', 'hiddenq:run:' .. run .. ':dead', job) -- put back by RQ's own tools
+    redis.call('ZREM', 'hiddenq:run:' .. run .. ':foreign', job)
   end
   redis.call('ZADD', 'rq:wip:' .. queue, INF, member)
   redis.call('HSET', 'rq:execution:' .. member, 'id', execution, 'job_id', job, 'created_at', precise(now),

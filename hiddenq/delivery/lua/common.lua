@@ -27,6 +27,7 @@
 --   hiddenq:run:{run}:ledger                hash batch_id -> ledger entry (JSON)
 --   hiddenq:run:{run}:totals                hash: num_batches, num_samples, num_tokens, num_bytes
 --   hiddenq:run:{run}:dead                  zset job -> Redis time at which it was set aside
+--   hiddenq:run:{run}:foreign               the same, of jobs that are no batches of the run's plan
 --   hiddenq:run:{run}:seconds               list of the newest batch times
 --   hiddenq:run:{run}:checks                list of the newest self-checks (JSON)
 --   hiddenq:run:{run}:finishing             lock of the process that writes index and manifest
@@ -158,6 +159,7 @@ local function lift(job, queue)
     redis.call('ZREM', 'rq:failed:' .. queue, job)
     if run then
       redis.call('ZREM', 'hiddenq:run:' .. run .. ':dead', job)
+      redis.call('ZREM', 'hiddenq:run:' .. run .. ':foreign', job)
     end
   elseif status == 'finished' then
     redis.call('ZREM', 'rq:finished:' .. queue, job)
@@ -196,6 +198,19 @@ local function delay(job, queue, seconds)
   redis.call('ZADD', 'rq:scheduled:' .. queue, math.floor(now + seconds), job)
 end
 
+-- Whether a job is one of a batch in the run's plan: batches are numbered from 0, and a job's id has its batch's in it.
+-- What else says that it is the run's (a message pushed into Redis) must not end the run, nor be counted with it.
+local function is_planned(job, run)
+  local id = get(job, 'batch_id') or ''
+  local number = string.match(id, '^%d+$') and tonumber(id)
+  if not number or id ~= string.format('%06d', number) or string.sub(job, 1, #run + #id + 1) ~= run .. '-' .. id then
+    return false
+  end
+  local record = redis.call('HGET', 'hiddenq:run:' .. run, 'record') or ''
+  local num_batches = string.match(record, '"num_batches":(%d+)')
+  return not num_batches or number < tonumber(num_batches)
+end
+
 -- -> failed: a dead letter. `exc_info` is what RQ's tools show.
 local function bury(job, queue, reason)
   lift(job, queue)
@@ -204,7 +219,7 @@ local function bury(job, queue, reason)
   redis.call('ZADD', 'rq:failed:' .. queue, -1, job) -- RQ's "never expires"
   local run = get(job, 'run')
   if run then
-    redis.call('ZADD', 'hiddenq:run:' .. run .. ':dead', precise(now), job)
+    redis.call('ZADD', 'hiddenq:run:' .. run .. (is_planned(job, run) and ':dead' or ':foreign'), precise(now), job)
   end
 end
 
