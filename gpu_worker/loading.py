@@ -8,7 +8,6 @@ dequantised because someone said so.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from gpu_worker.decoder import count_layers
 from gpu_worker.experts import num_used_parameters
 from gpu_worker.extraction import check_layers
 from gpu_worker.kernels import attentions_for
-from hiddenq.contracts.errors import ModelError
-from hiddenq.model_files import check_folder, weight_files
+from hiddenq.contracts.errors import ModelError, words_of
+from hiddenq.model_files import check_folder, check_here, weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
 """Prefix of the decoder's weights in a wrapper's checkpoint."""
@@ -105,20 +104,19 @@ def load_decoder(
 def _read_config(path: str, common: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig
 
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
-        raise ModelError(f"--model {path}: no such folder on this host")
+    check_here(path)
     if Path(path).is_dir():
         check_folder(path, Path(path))
     try:
         config = AutoConfig.from_pretrained(path, **common)
     except Exception as error:  # of whatever kind: this config can't be used
-        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+        raise ModelError(f"--model {path}: {_said(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"--model {path}: {config.model_type} is an encoder-decoder; hiddenq reads causal decoders")
     try:
         return config, config.get_text_config(decoder=True)
     except ValueError as error:
-        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+        raise ModelError(f"--model {path}: {_said(error)}") from error
 
 
 def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> tuple[str, nn.Module]:
@@ -142,9 +140,9 @@ def _build_shell(path: str, config: Any, asked: str, common: dict[str, Any]) -> 
             refusal = refusal or error
         except Exception as error:  # no memory and no device is used: it is the config
             raise ModelError(
-                f"--model {path}: no model can be built of its config: {type(error).__name__}: {_first_line(error)}"
+                f"--model {path}: no model can be built of its config: {type(error).__name__}: {_said(error)}"
             ) from error
-    raise ModelError(f"--model {path}: {_first_line(refusal)}") from refusal
+    raise ModelError(f"--model {path}: {_said(refusal)}") from refusal
 
 
 def _device_map(device: str, num_gpus: int) -> Any:
@@ -168,14 +166,14 @@ def _from_pretrained(path: str, arguments: dict[str, Any], method: str | None) -
     try:
         model, info = AutoModel.from_pretrained(path, **arguments)
     except ImportError as error:
-        raise ModelError(f"--model {path}: {method or 'the model'} needs a package: {_first_line(error)}") from error
+        raise ModelError(f"--model {path}: {method or 'the model'} needs a package: {_said(error)}") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"--model {path}: does not fit into GPU memory: {_first_line(error)}; "
+            f"--model {path}: does not fit into GPU memory: {_said(error)}; "
             "--gpus-per-worker N spreads it over several GPUs"
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"--model {path}: {_first_line(error)}") from error
+        raise ModelError(f"--model {path}: {_said(error)}") from error
     except RuntimeError as error:
         if not (names := _unconverted(error)):
             raise
@@ -196,7 +194,7 @@ def _refuse_gaps(path: str, model: nn.Module, info: dict[str, Any]) -> None:
             f"weights: {_names(names)}"
         )
     if info.get("error_msgs"):
-        raise ModelError(f"--model {path}: {_first_line(info['error_msgs'][0])}")
+        raise ModelError(f"--model {path}: {_said(info['error_msgs'][0])}")
 
 
 def _names(names: list[str]) -> str:
@@ -214,8 +212,7 @@ def _unconverted(error: BaseException) -> list[str]:
     return []
 
 
-def _first_line(error: object) -> str:
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    if "trust_remote_code" in text:
+def _said(error: object) -> str:
+    if "trust_remote_code" in str(error):
         return "it brings Python code of its own, which is not run unless you give --trust-remote-code"
-    return text[:300]
+    return words_of(error)

@@ -24,9 +24,10 @@ from transformers.utils import cached_file
 from gpu_worker.head_probe import describe_head, take_layers_out
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.errors import ModelError, words_of
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import METADATA_KEY, SAFETENSORS_DTYPES
+from hiddenq.model_files import check_here
 from hiddenq.storage import ObjectStore
 
 _WRAPPERS = ("model", "language_model", "text_model", "transformer")
@@ -62,10 +63,11 @@ def load_head(name: str, revision: str | None) -> nn.Module:
     Raises:
         ModelError: there is no such model, or a tensor is missing, of another shape, or quantised.
     """
+    check_here(name)
     try:
         model = _without_weights(AutoConfig.from_pretrained(name, revision=revision))
     except (OSError, ValueError) as error:
-        raise ModelError(f"--target-head: {name} can't be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"--target-head: {name} can't be loaded: {words_of(error)}") from error
     take_layers_out(model)
     model.tie_weights()
     wrappers = re.compile(rf"^(?:(?:{'|'.join({*_WRAPPERS, model.base_model_prefix})})\.)*")

@@ -22,6 +22,21 @@ _NUM_SAMPLES = 16
 _NAMES_SHOWN = 3
 
 
+def is_path(model: str) -> bool:
+    """Whether a name can only be meant as a folder: a hub id is `name` or `owner/name`."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def check_here(model: str) -> None:
+    """Refuse a folder that this host has not, in words of ours: Transformers would take its path for a hub id.
+
+    Raises:
+        ModelError: the name can only be a folder's, and there is none.
+    """
+    if is_path(model) and not Path(model).expanduser().is_dir():
+        raise ModelError(f"--model {model}: no such folder on this host")
+
+
 def check_folder(model: str, folder: Path) -> None:
     """Refuse a folder that is no Transformers checkpoint of a whole model; its weights are `weight_files`' to check.
 

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from hiddenq.contracts.errors import ModelError, UsageError
+from hiddenq.contracts.errors import ModelError, UsageError, words_of
 from hiddenq.contracts.run import Dtype, ModelIdentity
-from hiddenq.model_files import check_folder, weights_digest
+from hiddenq.model_files import check_folder, check_here, weights_digest
 
 AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 """Config keys that leave the states as they are: the dtype stands in `ModelIdentity` itself."""
 _REACH_SECONDS = 3.0
-_WORDS_SHOWN = 300
-"""Characters of another package's error in ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +62,7 @@ def identify_model(
         check_folder(model, folder)
     if folder.is_file():
         raise ModelError(f"--model {model}: a file; name the folder of a transformers checkpoint")
-    if not is_folder and is_path(model):
-        raise ModelError(f"--model {model}: no such folder")
+    check_here(model)
     local_only = is_folder or not hub_answers()
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -172,11 +169,6 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def is_path(model: str) -> bool:
-    """Whether a name can only be meant as a folder: a hub id is `name` or `owner/name`."""
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
-
-
 def hub_answers() -> bool:
     """Whether the hub can be reached, found out in seconds where its client would retry for half a minute."""
     from huggingface_hub import constants
@@ -194,9 +186,8 @@ def hub_answers() -> bool:
 
 
 def _why(error: Exception, is_folder: bool, local_only: bool) -> str:
-    said = " ".join(str(error).split())[:_WORDS_SHOWN] or type(error).__name__
     if is_folder:
-        return f"its config.json can't be used: {said}"
+        return f"its config.json can't be used: {words_of(error)}"
     if local_only:
         return "no such folder, and not in the hub's cache on this machine; the hub can't be reached from here"
-    return f"not a folder here, and the hub says: {said}"
+    return f"not a folder here, and the hub says: {words_of(error)}"

@@ -22,7 +22,7 @@ from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool
 from hiddenq.doctor.location import check_location, run_config
 from hiddenq.doctor.model import check_model
 from hiddenq.doctor.queue import check_queue
-from hiddenq.model_identity import is_path
+from hiddenq.model_files import is_path
 from hiddenq.storage import StoreSettings, open_store
 
 Role = Literal["all", "produce", "worker", "upload", "monitor"]

@@ -296,6 +296,31 @@ def test_a_run_that_is_still_going_says_how_far_it_is(make: Make) -> None:
     assert "2 of 4 batches" in report.findings[0].text
 
 
+def test_what_an_interrupted_end_left_is_no_damage_and_nothing_is_to_be_deleted(make: Make) -> None:
+    made = make()
+    (made.folder / names.MANIFEST).unlink()
+    (made.folder / made.shard_keys[1]).unlink()
+    report = verify(made.folder)
+    assert kinds(report) == {"unfinished"}, report.lines()
+    assert not any("delete" in finding.todo for finding in report.findings)
+
+
+def test_an_incomplete_end_without_dead_letters_says_which_batches_to_make_and_nothing_is_to_be_deleted(
+    make: Make,
+) -> None:
+    made = make()
+    gone = made.sample_ids[1]
+    (made.folder / made.shard_keys[1]).unlink()
+    rows = pq.read_table(made.folder / names.INDEX).to_pylist()
+    renew_index(made, [row for row in rows if row["sample_id"] not in gone])
+    path = made.folder / names.MANIFEST
+    path.write_text(Manifest.parse(path.read_bytes()).model_copy(update={"complete": False}).to_json())
+    report = verify(made.folder)
+    assert "missing_shard" in kinds(report), report.lines()
+    assert "index" not in kinds(report), report.lines()
+    assert not any("delete" in finding.todo for finding in report.findings)
+
+
 def test_run_json_of_a_newer_hiddenq_is_a_finding(make: Make) -> None:
     made = make()
     path = made.folder / names.RUN_JSON

@@ -86,7 +86,7 @@ def check_manifest(
         return None, None
     if manifest is None:
         if names.INDEX in objects:
-            findings.add("index", names.INDEX, "there without a manifest.json: an end that was interrupted")
+            findings.add("unfinished", names.INDEX, "there without a manifest.json: an end that was interrupted")
         return None, None
     wanted: dict[str, object] = {
         "run": config.run,

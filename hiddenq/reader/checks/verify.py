@@ -19,6 +19,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
+from hiddenq.model_files import check_here
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import norms
 from hiddenq.reader.checks.plan import (
@@ -68,6 +69,7 @@ def verify(
     Raises:
         StoreRefused: the location can't be read.
         UsageError: there is no run.
+        ModelError: samples are to be recomputed, and the model is not here or not the run's.
     """
     started = time.monotonic()
     settings = settings or StoreSettings()
@@ -78,6 +80,8 @@ def verify(
     except (RunMismatch, UnknownSchema) as error:
         findings.add("run_json", names.RUN_JSON, str(error))
         return VerifyReport(uri=store.uri, run="?", findings=tuple(findings.kept), num_findings=findings.counts)
+    if recompute:
+        check_here(model or config.model.model)  # before hours of reading
     sweep = _Sweep(store, config, findings, deep=deep, progress=progress)
     outcomes = sweep.run(threads)
     if deep:
@@ -222,7 +226,7 @@ class _Sweep:
         if len(foreign):
             self.findings.add("index", names.INDEX, f"{len(foreign)} samples that the plan has not, first {foreign[0]}")
         missing = len(np.setdiff1d(kept, self.index.sample_ids))
-        if missing and not (self.manifest and self.manifest.dead_letters):
+        if missing and self.manifest and self.manifest.complete:
             self.findings.add("index", names.INDEX, f"{missing} planned samples are not in it")
 
     def _unfinished(self, num_shards: int) -> None:
