@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.errors import ModelError, words_of
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
-_CANDIDATES_SHOWN, _WORDS_SHOWN = 2, 120
-"""Lists of layers in an error, likeliest first, and characters of the model's own words."""
+_CANDIDATES_SHOWN, _CHARACTERS_SHOWN = 2, 120
+"""Lists of layers in an error, likeliest first, and of what each of them showed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _prove(model: nn.Module, layers: nn.ModuleList, ids: Tensor) -> Decoder:
         output = _forward(model, input_ids=ids, output_hidden_states=True)
     order = [index for index, _ in probe.outputs]
     if order != list(range(len(layers))):
-        raise _NotProved(f"layers were called in the order {_shortened(order)}")
+        raise _NotProved(f"layers were called in the order {words_of(order, _CHARACTERS_SHOWN)}")
     states = [_one_stream(states, ids) for _, states in probe.outputs]
     hidden_size = states[0].shape[-1]
     if any(layer.shape[-1] != hidden_size for layer in states):
@@ -146,13 +146,8 @@ def _forward(model: nn.Module, **inputs: Tensor | bool) -> Any:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        raise _NotProved(f"it does not run on token ids alone: {type(error).__name__}: {_shortened(error)}") from error
-
-
-def _shortened(text: object) -> str:
-    """One line of it that fits into an error's."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= _WORDS_SHOWN else f"{line[:_WORDS_SHOWN]} …"
+        said = f"{type(error).__name__}: {words_of(error, _CHARACTERS_SHOWN)}"
+        raise _NotProved(f"it does not run on token ids alone: {said}") from error
 
 
 def _one_stream(states: Any, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from hiddenq.contracts.errors import TransientError
+from hiddenq.contracts.errors import TransientError, words_of
 
 OutOfMemory = torch.OutOfMemoryError
 
@@ -59,9 +59,10 @@ def run_in_parts(
             run(first, last)
         except OutOfMemory as error:
             if last - first == 1:
+                said = words_of(str(error).partition("\n")[0])  # advice on the allocator follows
                 raise TransientError(
-                    f"out of memory with one row of {padded_length} tokens: {_first_line(error)}; lower --max-length, "
-                    "or give the worker more memory (--gpus-per-worker)"
+                    f"out of memory with one row of {padded_length} tokens: {said}; lower --max-length, or give the "
+                    "worker more memory (--gpus-per-worker)"
                 ) from error
             splits += 1
             limits.learn(padded_length, (last - first + 1) // 2)
@@ -70,7 +71,3 @@ def run_in_parts(
             continue
         release()  # outside of `except`: the error's traceback holds the tensors that did not fit
     return splits
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from hiddenq.contracts.errors import ModelError
+from hiddenq.contracts.errors import ModelError, words_of
 
 _VERSION = transformers.__version__
 
@@ -39,9 +39,9 @@ def check_runs_here(path: str, config: Any, method: str, device_map: Any) -> Non
         quantizer = AutoHfQuantizer.from_config(_fields(config), pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
     except ImportError as error:
-        raise ModelError(f"--model {path}: {method} needs a package: {_line(error)}") from error
+        raise ModelError(f"--model {path}: {method} needs a package: {words_of(error)}") from error
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise ModelError(f"--model {path}: quantised by {method}, which can't run here: {_line(error)}") from error
+        raise ModelError(f"--model {path}: quantised by {method}, which can't run here: {words_of(error)}") from error
     _refuse_silence(method, quantizer)
 
 
@@ -56,7 +56,7 @@ def dequantizing(config: Any, method: str) -> Any:
     try:
         quantization = AutoQuantizationConfig.from_dict(_fields(config) | {"dequantize": True})
     except (ValueError, ImportError, TypeError) as error:
-        raise ModelError(f"quantised checkpoint ({method}): {_line(error)}") from error
+        raise ModelError(f"quantised checkpoint ({method}): {words_of(error)}") from error
     if not hasattr(quantization, "dequantize"):
         raise ModelError(f"--dequantize: Transformers can't dequantise {method} while loading")
     return quantization
@@ -96,7 +96,3 @@ def _fields(config: Any) -> dict[str, Any]:
         if quantization is not None:
             return dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
     return {}
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from hiddenq.contracts.errors import DatasetError
+from hiddenq.contracts.errors import DatasetError, words_of
 from hiddenq.contracts.run import DataFile
 from hiddenq.model_identity import hub_answers
 from hiddenq.storage import holds_credentials
@@ -181,10 +181,10 @@ def _hub_files(entry: str) -> list[InputFile]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of what an error came from: `datasets` wraps it in some that say less."""
+    """What the error says that an error came from: `datasets` wraps it in some that say less."""
     while cause := error.__cause__:
         error = cause
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return words_of(error)
 
 
 def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hiddenq.contracts.errors import ModelError, UsageError
+from hiddenq.contracts.errors import ModelError, UsageError, words_of
 from hiddenq.model_identity import TargetModel
 from producer.bytelevel import ByteLengths
 from producer.fidelity import check_faithful
@@ -122,8 +122,7 @@ class ChatTokenizer:
                 trust_remote_code=source.trust_remote_code,
             )
         except Exception as error:  # every kind of failure in here has one cause: this tokenizer can't be used
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"--model {source.model}: its tokenizer can't be loaded: {first}") from error
+            raise ModelError(f"--model {source.model}: its tokenizer can't be loaded: {words_of(error)}") from error
         self._source = source
         self.backend = getattr(self.tokenizer, "backend_tokenizer", None) if self.tokenizer.is_fast else None
         """The `tokenizers.Tokenizer` beneath; None for a tokenizer written in Python, which knows no offsets."""

@@ -30,6 +30,12 @@ caller ever looks into a message to decide. Each text says what, which id, what 
 from __future__ import annotations
 
 
+def words_of(error: object, max_characters: int = 300) -> str:
+    """What an error of another package says, on one line that fits into ours; its class if it says nothing."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= max_characters else f"{said[:max_characters]} …"
+
+
 class HiddenqError(Exception):
     """Root of the tree; `exit_status` is what the command returns when nothing handles it."""
 

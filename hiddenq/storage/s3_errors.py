@@ -18,6 +18,7 @@ from hiddenq.contracts.errors import (
     StoreRefused,
     TransientError,
     UsageError,
+    words_of,
 )
 
 AWAY = {
@@ -137,11 +138,11 @@ def translate(error: Exception, where: str) -> HiddenqError:
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
         return StoreRefused(f"{where}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if isinstance(error, (*_SETTINGS, ValueError)):
-        return UsageError(f"{where}: {str(error).splitlines()[0]}")
+        return UsageError(f"{where}: {words_of(error)}")
     if isinstance(error, (*_NETWORK, OSError)):
         return StoreAway(f"{where}: {_NETWORK_TEXTS.get(kind, f'no answer ({kind})')}")
     if isinstance(error, BotoCoreError):
-        return StoreRefused(f"{where}: {str(error).splitlines()[0]}")
+        return StoreRefused(f"{where}: {words_of(error)}")
     return StoreAway(f"{where}: {kind}")
 
 
