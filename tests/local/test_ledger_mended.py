@@ -11,14 +11,13 @@ import redis
 
 from hiddenq import produce as produce_module
 from hiddenq.contracts.errors import UnknownSchema
-from hiddenq.delivery import EnqueueReport, Ledger, run_state
+from hiddenq.delivery import EnqueueReport, Ledger
 from hiddenq.produce import produce
 from hiddenq.storage import LocalStore, Spool, StoreSettings
 from producer import ProducerSettings
 from producer.prepare import Prepared
 from tests.support.redis_server import RedisServer, redis_client
-from tests.support.waiting import wait_until
-from tests.uploader.running import invariant_holds, running_uploader
+from tests.uploader.running import finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
 
 __all__ = ["redis_client"]
@@ -59,23 +58,30 @@ def start(
     return begin
 
 
-def complete(run: SmallRun, client: redis.Redis, server: RedisServer, spool: Spool) -> None:
-    run.extract(client, spool)
-    with running_uploader(server, spool):
-        wait_until(lambda: run_state(client, run.name) == "finished")
+@pytest.fixture
+def complete(
+    run: SmallRun, store: LocalStore, spool: Spool, redis_server: RedisServer, redis_client: redis.Redis
+) -> Callable[[], None]:
+    """What workers and uploaders do until the run's end; the invariant holds then."""
+
+    def end() -> None:
+        run.extract(redis_client, spool)
+        with running_uploader(redis_server, spool):
+            finished(redis_client, run)
+        invariant_holds(redis_client, run, store, spool)
+
+    return end
 
 
 def test_an_entry_that_cannot_be_read_is_proved_in_the_store_again(
     start: Callable[[], EnqueueReport],
+    complete: Callable[[], None],
     run: SmallRun,
-    store: LocalStore,
-    spool: Spool,
-    redis_server: RedisServer,
     redis_client: redis.Redis,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     start()
-    complete(run, redis_client, redis_server, spool)
+    complete()
     before = Ledger(redis_client, run.name).entries()
     for garbage in GARBAGE:
         redis_client.hset(LEDGER, "000001", garbage)
@@ -85,27 +91,23 @@ def test_an_entry_that_cannot_be_read_is_proved_in_the_store_again(
     told = [record.msg for record in caplog.records if "ledger_entries_unreadable" in str(record.msg)]
     assert [line["num_batches"] for line in told] == [1] * len(GARBAGE)  # type: ignore[index]
     assert told[0]["last"].startswith("batch 000001: LedgerEntry: not JSON"), told  # type: ignore[index]
-    with running_uploader(redis_server, spool):
-        wait_until(lambda: run_state(redis_client, run.name) == "finished")
-    invariant_holds(redis_client, run, store, spool)
+    complete()
 
 
 def test_an_entry_that_cannot_be_read_and_whose_shard_is_gone_is_made_again(
     start: Callable[[], EnqueueReport],
+    complete: Callable[[], None],
     run: SmallRun,
     store: LocalStore,
-    spool: Spool,
-    redis_server: RedisServer,
     redis_client: redis.Redis,
 ) -> None:
     start()
-    complete(run, redis_client, redis_server, spool)
+    complete()
     store.delete(Ledger(redis_client, run.name).entries()["000001"].key)
     redis_client.hset(LEDGER, "000001", b"garbage")
     report = start()
     assert (report.num_committed, report.num_enqueued) == (2, 1)
-    complete(run, redis_client, redis_server, spool)
-    invariant_holds(redis_client, run, store, spool)
+    complete()
 
 
 def test_an_entry_that_cannot_be_read_is_met_in_mid_run_and_its_batch_gets_the_shard_that_comes(
@@ -120,20 +122,19 @@ def test_an_entry_that_cannot_be_read_is_met_in_mid_run_and_its_batch_gets_the_s
     run.extract(redis_client, spool)
     redis_client.hset(LEDGER, "000001", b"garbage")
     with running_uploader(redis_server, spool) as uploader:
-        wait_until(lambda: run_state(redis_client, run.name) == "finished")
+        finished(redis_client, run)
         assert uploader.metric("files_total", result="committed") == 3
     invariant_holds(redis_client, run, store, spool)
 
 
 def test_totals_are_counted_anew_by_each_start(
     start: Callable[[], EnqueueReport],
+    complete: Callable[[], None],
     run: SmallRun,
-    spool: Spool,
-    redis_server: RedisServer,
     redis_client: redis.Redis,
 ) -> None:
     start()
-    complete(run, redis_client, redis_server, spool)
+    complete()
     ledger = Ledger(redis_client, run.name)
     before = ledger.totals()
     changes: dict[str, Callable[[], object]] = {

@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from hiddenq.contracts import names
-from hiddenq.delivery import Ledger, Reaper, run_state, uploads_of
+from hiddenq.delivery import Ledger, Reaper, uploads_of
 from hiddenq.storage import LocalStore, Spool
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
-from tests.uploader.running import invariant_holds, running_uploader
+from tests.uploader.running import finished, invariant_holds, running_uploader
 from tests.uploader.small_run import FAST, small_run
 
 CUT_OFF = FAST.model_copy(update={"spool_dead_seconds": 2.0})
@@ -34,11 +34,11 @@ def test_the_shards_of_a_host_that_comes_back_are_twins_and_one_of_each_is_commi
     assert len(second) == 3
     if committed_meanwhile:
         with running_uploader(redis_server, other):
-            wait_until(lambda: run_state(redis_client, run.name) == "finished")
+            finished(redis_client, run)
     for entry in cut_off.files():
         os.utime(cut_off.path(entry.file_name), (1, 1))
     with running_uploader(redis_server, cut_off), running_uploader(redis_server, other):  # it is back
-        wait_until(lambda: run_state(redis_client, run.name) == "finished")
+        finished(redis_client, run)
         wait_until(lambda: cut_off.files() == [], what="twins are removed")
     committed = {entry.execution for entry in Ledger(redis_client, run.name).entries().values()}
     assert committed <= first | second
@@ -62,7 +62,7 @@ def test_a_container_with_a_new_name_goes_on_with_the_spool_it_finds(
     monkeypatch.setenv("HIDDENQ_HOST", "new-container")
     spool = Spool.open(tmp_path / "mounted-elsewhere")
     with running_uploader(redis_server, spool):
-        wait_until(lambda: run_state(redis_client, run.name) == "finished")
+        finished(redis_client, run)
     committed = {entry.execution for entry in Ledger(redis_client, run.name).entries().values()}
     assert committed == {shard.execution for shard in shards}, "nothing was made again"
     invariant_holds(redis_client, run, store, spool)

@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from hiddenq.contracts.errors import SpoolGone
-from hiddenq.delivery import Ledger, Reaper, connect, run_state, uploads_of
+from hiddenq.delivery import Ledger, Reaper, connect, uploads_of
 from hiddenq.storage import LocalStore, Spool
 from tests.support.redis_server import RedisServer, own_redis_server
 from tests.support.waiting import wait_until
-from tests.uploader.running import invariant_holds, running_uploader
+from tests.uploader.running import finished, invariant_holds, running_uploader
 from tests.uploader.small_run import FAST, SmallRun, small_run
 
 __all__ = ["own_redis_server"]
@@ -36,10 +36,6 @@ def other_fleet(own_redis_server: RedisServer) -> Iterator[redis.Redis]:
 def remakes(client: redis.Redis, run: SmallRun) -> list[int]:
     found = (client.hget(f"rq:job:{run.name}-{batch.batch_id}", "remakes") for batch in run.batches)
     return [int(number or 0) for number in found]
-
-
-def finished(client: redis.Redis, run: SmallRun) -> None:
-    wait_until(lambda: run_state(client, run.name) == "finished", what="the run is finished")
 
 
 def test_the_spool_of_another_host_is_found_by_its_id_and_serves_both(
@@ -119,12 +115,10 @@ def test_a_spool_that_is_unmounted_under_its_uploader_ends_it_and_nothing_is_mad
     run.start(redis_client, store)
     with running_uploader(redis_server, spool) as uploader:
         folder = spool.folder
-        away = Spool.open(
-            tmp_path / "away"
-        )  # the same spool, where it will lie: shards reach it, the uploader does not
-        (away.folder / "spool_id").unlink()
-        (folder / "spool_id").rename(away.folder / "spool_id")
-        away = Spool.open(away.folder)
+        # The same spool in another place, where shards reach it and the uploader does not.
+        elsewhere = Spool.open(tmp_path / "away").folder
+        (folder / "spool_id").replace(elsewhere / "spool_id")
+        away = Spool.open(elsewhere)
         if instead == "nothing":
             folder.rename(tmp_path / "old")
         elif instead == "another spool":
