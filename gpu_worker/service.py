@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import redis
@@ -36,10 +38,13 @@ from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.metrics import GpuWorkerMetrics
 from hiddenq.delivery import Consumer, RunRecord, connect, record_self_check, worker_name
 from hiddenq.delivery.connection import OUTAGE_SECONDS
-from hiddenq.storage import Spool
+from hiddenq.storage import ObjectStore, Spool
 
 DEVICE_LOST_STATUS = 71
 LOOK_FOR_RUN_SECONDS = 1.0
+LOOK_FOR_STOP_SECONDS = 0.2
+SLOW_SECONDS = 5.0
+"""After which a worker says that it waits for its store."""
 
 
 def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_ready) -> int:
@@ -80,7 +85,10 @@ def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_read
     consumer.install_signals()
     try:
         consumer.start()
-        store = open_location(record, patience_seconds=OUTAGE_SECONDS)
+        store = _open_unless_stopped(record, consumer.stopping, status)
+        if store is None:
+            consumer.close()
+            return 0
         ready = prepare(settings, record.config, device, gpu_name=gpu_name, times=times)
         served = serve_run(client, record, store, ready.extractor)
         _announce(status, ready, record)
@@ -189,6 +197,31 @@ def _log_device_time(used: DeviceTime) -> None:
             span_seconds=round(used.span_seconds, 3),
             busy_ratio=round(used.busy_seconds / used.span_seconds, 4),
         )
+
+
+def _open_unless_stopped(record: RunRecord, stopping: threading.Event, status: WorkerStatus) -> ObjectStore | None:
+    """The run's location, waited for while its store is away; None if the process is to stop first.
+
+    A thread reads, because a request to a store that does not answer can't be interrupted.
+    """
+    opened: Future[ObjectStore] = Future()
+
+    def read() -> None:
+        try:
+            opened.set_result(open_location(record, patience_seconds=OUTAGE_SECONDS))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=read, name="opening", daemon=True).start()
+    started = time.monotonic()
+    while not wait([opened], timeout=LOOK_FOR_STOP_SECONDS).done:
+        if stopping.is_set():
+            return None
+        if status.state == "starting" and time.monotonic() - started > SLOW_SECONDS:
+            status.become("waiting", f"the store does not answer: {record.location}")
+    if status.state == "waiting":
+        status.become("starting", "loading the model")
+    return opened.result()
 
 
 def _drop_reservation(spool: Spool, execution: str) -> None:

@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from gpu_worker import WorkerSettings, serve, startup
+from gpu_worker import WorkerSettings, serve, service, startup
 from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
 from gpu_worker.run_table import RunTable
@@ -28,8 +30,18 @@ from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
 from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
 from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
-from hiddenq.delivery import KEEP_ENDED_SECONDS, Consumer, dead_letters, enqueue, fleet, save_run, self_checks
+from hiddenq.delivery import (
+    KEEP_ENDED_SECONDS,
+    Consumer,
+    dead_letters,
+    each_dead_letter,
+    enqueue,
+    fleet,
+    save_run,
+    self_checks,
+)
 from hiddenq.delivery import cancel as cancel_run
+from hiddenq.storage import StoreSettings
 from hiddenq.storage.runfiles import load_batches, read_token_rows
 from tests.gpu_worker.conftest import tiny_decoder
 from tests.gpu_worker.served import FAST, Served, make_run, serve_until
@@ -280,12 +292,13 @@ def test_messages_that_are_no_batches_of_the_run_are_set_aside_unread_and_cost_t
     enqueue(run.client, run.record, [vast, *foreign])
 
     def dead() -> list[Any]:
-        return dead_letters(run.client, run.config.run)
+        return list(each_dead_letter(run.client, run.config.run))
 
     assert serve_until(run, lambda: len(run.spool.files()) == run.num_batches - 1 and len(dead()) == 7) == 0
     errors = {letter.batch.batch_id: letter.attempts[-1].error for letter in dead()}
     assert "samples of 1000000000 padded tokens, expected at most" in errors[planned.batch_id]
     assert all(f"has {run.num_batches} batches; not one of them" in errors[job.batch_id] for job in foreign)
+    assert [letter.batch for letter in dead_letters(run.client, run.config.run)] == [vast]
 
 
 def test_a_worker_whose_lease_is_lost_deletes_its_own_file(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +348,28 @@ def test_any_run_leaves_a_run_that_it_cannot_open_alone_and_serves_the_others(
     total = run.num_batches + other.num_batches
     assert serve_until(run, lambda: len(run.spool.files()) == total, run=None, any_run=True) == 0
     assert queue_state(broken).num_waiting == broken.num_batches
+
+
+def test_a_worker_told_to_stop_while_its_store_does_not_answer_ends_within_seconds(
+    run: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    monkeypatch.setattr(service, "SLOW_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = StoreSettings(endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}").model_dump(mode="json")
+        save_run(run.client, run.record.model_copy(update={"location": "s3://bucket/run", "store": store}))
+        said: list[float] = []
+
+        def waits() -> bool:
+            worker = run.worker()
+            if worker is not None and worker.state == "waiting":
+                assert worker.detail == "the store does not answer: s3://bucket/run"
+                said.append(time.monotonic())
+            return bool(said)
+
+        assert serve_until(run, waits) == 0
+        assert time.monotonic() - said[0] < 10
 
 
 def test_if_no_run_can_be_opened_any_run_says_why(run: Served) -> None:
