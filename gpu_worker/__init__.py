@@ -1,12 +1,13 @@
 """The GPU stage: batches from the extract queue in, finished shards in the spool and jobs on its upload queue out.
 
-Imports `hiddenq.contracts`, `.storage`, `.delivery`, `.telemetry` and `.model_identity`, torch and Transformers; never
-another stage.
-torch itself is imported by `serve`, after the environment of its allocator and caches is set.
+Imports `hiddenq.contracts`, `.storage`, `.delivery`, `.telemetry`, `.model_identity` and `.model_files`, torch and
+Transformers; never another stage. torch itself is imported by `serve`, after the environment of its allocator and
+caches is set.
 
     settings.py     what a worker is told             service.py      `serve`: start, run, drain, exit status
     startup.py      ready for the first batch         runs.py         a run as this worker serves it
     loading.py      checkpoint → decoder              decoder.py      where its layers are, proved by a probe
+    quantization.py whether one can run here          experts.py      how they run, what a token uses of them
     kernels.py      attention, fast kernels           compilation.py  what is compiled
     inputs.py       token rows → padded rows          extraction.py   one forward pass → states
     gather.py       states → the shard's bytes        memory.py       what fits; splitting

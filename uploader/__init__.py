@@ -8,7 +8,8 @@ end `index.parquet`, `dead_letters.jsonl` and `manifest.json`. Imports `hiddenq.
     runs.py       the runs whose shards the spool holds     waiting.py  those that their store refuses
     status.py     metrics and the report to the fleet
     reconcile.py  spool against queue, ledger and store     rebuild.py  the ledger anew, from the store alone
-    index.py      where each sample lies                    finish.py   index, manifest, no twins left
+    index.py      where each sample lies                    finish.py   index, manifest
+    leftovers.py  twins and uploads half written, removed
 """
 
 from uploader.finish import finish_run

@@ -146,14 +146,12 @@ class LocalStore:
         with self._errors(""):
             for folder, _, found in _walk_folders(self.folder):
                 for name in found:
-                    path = Path(folder, name)
                     if temporary_token(name) is None:
                         continue
-                    target = name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
+                    path, target = Path(folder, name), name.removeprefix(TEMPORARY_PREFIX).partition("-")[2]
                     is_shard = names.parse_shard_name(target) is not None
-                    if not older_than(path, shard_age if is_shard else UNFINISHED_SECONDS):
-                        continue
-                    if not is_shard or is_abandoned(target):
+                    is_old = older_than(path, shard_age if is_shard else UNFINISHED_SECONDS)
+                    if is_old and (not is_shard or is_abandoned(target)):
                         path.unlink(missing_ok=True)
                         num_removed += 1
         return num_removed

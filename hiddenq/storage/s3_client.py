@@ -45,7 +45,7 @@ WAIT_SECONDS = 0.1
 MAX_WAIT_SECONDS = 5.0
 
 
-class _Made:
+class _PerProcess:
     """A client and threads, made when they are first needed, and anew in a child process.
 
     Neither connections nor threads nor a held lock of a parent are a child's own.
@@ -84,7 +84,7 @@ class S3Connection:
     """A client for one set of settings; errors are ours, and what may pass is asked again."""
 
     def __init__(self, settings: StoreSettings, observer: StoreObserver) -> None:
-        self._made = _Made(settings)
+        self._own = _PerProcess(settings)
         self._observer = observer
         self._patience_seconds = 0.0
 
@@ -97,12 +97,12 @@ class S3Connection:
     @property
     def pool(self) -> ThreadPoolExecutor:
         """Threads that all multipart uploads of this process share: as many as there may be requests in flight."""
-        return self._made.pool()
+        return self._own.pool()
 
     @property
     def is_aws(self) -> bool:
         """Whether the endpoint is Amazon's own (whatever setting, variable or profile decided it)."""
-        host = urlsplit(self._made.client().meta.endpoint_url).hostname or ""
+        host = urlsplit(self._own.client().meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def call(self, where: str, request: Callable[[S3Client], Any], *, num_attempts: int = NUM_ATTEMPTS) -> Any:
@@ -118,12 +118,12 @@ class S3Connection:
 
     def _once(self, where: str, request: Callable[[S3Client], Any]) -> Any:
         try:
-            return request(self._made.client())
+            return request(self._own.client())
         except HiddenqError:
             raise
         except (ClientError, BotoCoreError, OSError, ValueError) as error:
             if isinstance(error, ClientError) and code_of(error) in EXPIRED:
-                self._made.forget_client()
+                self._own.forget_client()
             raise translate(error, where) from error
 
     def _count(self, state: RetryCallState) -> None:

@@ -229,7 +229,7 @@ def test_credentials_that_end_are_waited_for_and_looked_up_again(
     store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, tmp_path, SINGLE)
-    before = store._connection._made._client  # type: ignore[attr-defined]
+    before = store._connection._own._client  # type: ignore[attr-defined]
     faulty_proxy.plan(Answer(400, "ExpiredToken"), when=lambda r: "x-amz-security-token" not in r.headers)
     with pytest.raises(StoreAway, match="the credentials have ended; renew them"):
         put(store, tmp_path, SINGLE)
@@ -240,10 +240,10 @@ def test_credentials_that_end_are_waited_for_and_looked_up_again(
     assert "renewed" not in str(caught.value)
     newest = next(r for r in reversed(faulty_proxy.requests) if r.method == "PUT")
     assert newest.headers["x-amz-security-token"] == "renewed"
-    assert store._connection._made._client is not before  # type: ignore[attr-defined]
+    assert store._connection._own._client is not before  # type: ignore[attr-defined]
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     faulty_proxy.heal()
-    store._connection._made._client = None  # type: ignore[attr-defined]
+    store._connection._own._client = None  # type: ignore[attr-defined]
     put(store, tmp_path, SINGLE)
 
 

@@ -270,7 +270,7 @@ def test_nothing_secret_is_ever_logged(
 
 def _client_pid(store: ObjectStore) -> None:
     store.get_bytes("run.json")
-    os._exit(0 if store._connection._made._pid == os.getpid() else 1)  # type: ignore[attr-defined]
+    os._exit(0 if store._connection._own._pid == os.getpid() else 1)  # type: ignore[attr-defined]
 
 
 def test_a_client_is_never_carried_over_a_fork_and_a_copy_makes_its_own(store: ObjectStore) -> None:
