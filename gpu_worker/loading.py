@@ -93,6 +93,8 @@ def load_decoder(
         arguments["quantization_config"] = quantization.dequantizing(config, method)
     model, info = _from_pretrained(path, arguments, method)
     _refuse_gaps(path, model, info)
+    if method is not None and dequantize:
+        quantization.cast_rest(model, dtype)
     return LoadedModel(
         model=model.eval(),
         config=text_config,

@@ -264,9 +264,11 @@ def test_what_was_dequantised_in_silence_is_refused_once_loaded(
         load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=torch.float32)
 
 
-def test_a_quantised_checkpoint_is_dequantised_when_asked_and_says_so(tmp_path: Path) -> None:
-    loaded = load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=torch.float32, dequantize=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_checkpoint_is_dequantised_when_asked_and_says_so(tmp_path: Path, dtype: torch.dtype) -> None:
+    loaded = load_decoder(str(save_fp8_model(tmp_path / "model")), dtype=dtype, dequantize=True)
     assert loaded.quantization == "fp8 (dequantized)"
+    assert {weight.dtype for weight in loaded.model.parameters()} == {dtype}
     find_decoder(loaded.model, VOCAB_SIZE)
 
 
