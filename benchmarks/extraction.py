@@ -55,7 +55,7 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="qwen3-8b", help="qwen3-8b, qwen3.6-27b, qwen3.6-16-layers, qwen3-30b-a3b")
+    parser.add_argument("--shape", default="qwen3-8b", help="a name of benchmarks.workload.SHAPES")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few samples")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--gpus", type=int, default=1, help="end to end once more with so many GPUs, a worker each")

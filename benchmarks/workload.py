@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from gpu_worker.loading import LoadedModel
 
@@ -38,6 +45,12 @@ SHAPES: dict[str, Any] = {
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
         norm_topk_prob=True, vocab_size=151936, max_position_embeddings=40960, dtype="bfloat16",
+    ),
+    "qwen3.6-35b-a3b": lambda: Qwen3_5MoeTextConfig(
+        hidden_size=2048, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_hidden_layers=40,
+        num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8, vocab_size=248320,
+        max_position_embeddings=262144, dtype="bfloat16",
     ),
     "tiny": lambda: Qwen3Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
