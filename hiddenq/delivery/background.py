@@ -1,4 +1,4 @@
-"""What is held open by a thread that does something at intervals: a lock that is renewed, a server that is watched.
+"""What is held open by a thread that does something at intervals: a lock that is renewed, a fleet that is watched.
 
 Invariant: when `close` returns, the thread's last round is over, and only then comes what `_end` does; so nothing is
 renewed that was let go.

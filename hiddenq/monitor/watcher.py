@@ -18,6 +18,7 @@ from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import DeadLetter
 from hiddenq.contracts.metrics import MonitorMetrics, Sample
 from hiddenq.delivery import DeliverySettings, FleetSnapshot, Reaper, batch_seconds, connect, dead_letters
+from hiddenq.delivery.background import Background
 from hiddenq.monitor.exporter import samples_of, samples_without_redis
 from hiddenq.monitor.model import RunStatus
 from hiddenq.monitor.status import MAX_LETTERS, Look
@@ -31,13 +32,16 @@ class Seen:
     statuses: tuple[RunStatus, ...]
 
 
-class Watcher:
-    """Looks every `interval_seconds` until `close`; also reaps, as every long-lived process does."""
+class Watcher(Background):
+    """Looks when it starts, then every `interval_seconds`; also reaps, as every long-lived process does.
+
+    Its start raises `RedisRefused` if Redis answers, and can't be used as it is.
+    """
 
     def __init__(self, redis_url: str | None, metrics: MonitorMetrics, *, interval_seconds: float) -> None:
+        super().__init__("watcher", interval_seconds)
         self._redis_url = redis_url
         self._metrics = metrics
-        self._interval_seconds = interval_seconds
         self._client: redis.Redis | None = None
         self._reaper: Reaper | None = None
         self._reaps_by: DeliverySettings | None = None
@@ -46,27 +50,6 @@ class Watcher:
         self._seen: Seen | None = None
         self._away = "the monitor has not reached Redis yet"
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="watcher", daemon=True)
-
-    def start(self) -> None:
-        """Look once, then go on in a thread.
-
-        Raises:
-            RedisRefused: Redis answers, and can't be used as it is.
-        """
-        self.look()
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop looking and reaping."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._reaper:
-            self._reaper.close()
-        if self._client:
-            self._client.close()
 
     def now(self) -> Seen:
         """The last look.
@@ -97,6 +80,22 @@ class Watcher:
             self._reap_as(seen.snapshot)
         self._metrics.replace(self._samples)
 
+    def _begin(self) -> None:
+        self.look()
+
+    def _end(self) -> None:
+        if self._reaper:
+            self._reaper.close()
+        if self._client:
+            self._client.close()
+
+    def _round(self) -> None:
+        began = time.monotonic()
+        try:
+            self.look()
+        except Exception:
+            telemetry.logger().exception("look_failed", seconds=round(time.monotonic() - began, 3))
+
     def _take(self, client: redis.Redis) -> tuple[Seen, list[Sample]]:
         look = Look.take(client)
         statuses = []
@@ -117,11 +116,3 @@ class Watcher:
             self._reaper.close()
         self._reaper, self._reaps_by = Reaper(self._client, settings), settings
         self._reaper.start()
-
-    def _work(self) -> None:
-        while not self._closing.wait(self._interval_seconds):
-            began = time.monotonic()
-            try:
-                self.look()
-            except Exception:
-                telemetry.logger().exception("look_failed", seconds=round(time.monotonic() - began, 3))
