@@ -2,7 +2,7 @@
 
 Invariant: a batch that leaves the feed has everything it needs, so the device waits for neither Redis, store nor disk
 while work is queued; and nothing is claimed that has no place to go: not over the spool's mark, not while the worker is
-sick, not once it was told to stop.
+sick or every run's store refuses it, not once it was told to stop.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from gpu_worker.failures import FailureStreak
 from gpu_worker.inputs import PaddedBatch
+from gpu_worker.refusals import Refusals
 from gpu_worker.report import WorkerStatus
 from gpu_worker.runs import Host, ServedRun
 from hiddenq import telemetry
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import UserError
+from hiddenq.contracts.errors import StoreRefused, UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.shard import ShardLayout
 from hiddenq.delivery import Claim, Consumer
@@ -63,12 +64,18 @@ class Feed:
         self._consumer, self._spool, self._runs, self._host = consumer, spool, runs, host
         self._status, self._streak, self._pinned, self._refresh = status, streak, pinned, refresh
         self._ready: queue.Queue[Work] = queue.Queue(maxsize=DEPTH)
+        self._refusals = Refusals()
         self._next_refresh = self._next_sweep = 0.0
         self._claims: list[Claim[BatchJob]] = []
         self.error: BaseException | None = None
         """Why the thread ended, if not because it was told to."""
         self.is_paused = False
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    @property
+    def refusal(self) -> str:
+        """Why every run's store refuses this worker; "" if one does not."""
+        return self._refusals.reason(tuple(self._runs))
 
     def start(self) -> None:
         """Begin to claim."""
@@ -98,7 +105,7 @@ class Feed:
                     self._consumer.stopping.wait(IDLE_SECONDS)
                 elif self._over_the_mark():
                     self._consumer.stopping.wait(PAUSED_SECONDS)
-                elif not self._claim_some():
+                elif self._refusals.all_wait(self._runs) or not self._claim_some():
                     self._consumer.stopping.wait(IDLE_SECONDS)
         except BaseException as error:
             self.error = error
@@ -138,12 +145,22 @@ class Feed:
             UserError: the user's to mend, for every batch alike; the claim is handed back.
         """
         run = self._runs[claim.message.run]
+        if seconds := self._refusals.seconds_left(claim.message.run):
+            self._consumer.hand_back(claim, delay_seconds=0.0 if self.refusal else seconds)
+            return None
         try:
             with self._status.metrics.stage_seconds.labels("prepare").time():
                 batch = run.prepare(claim.message, pinned=self._pinned)
                 layout = run.layout(claim.message, claim.execution, batch, self._host)
                 file_name = names.shard_file_name(claim.message.batch_id, claim.execution)
                 file = self._spool.reserve(file_name, layout.num_bytes)
+        except StoreRefused as error:
+            self._refusals.refused(claim.message.run, error)
+            self._status.failed(error)
+            telemetry.logger().warning("store_refused", run=claim.message.run, error=str(error), next="tried again")
+            seconds = 0.0 if self.refusal else self._refusals.seconds_left(claim.message.run)
+            self._consumer.hand_back(claim, delay_seconds=seconds)  # meanwhile the other runs' batches
+            return None
         except UserError:
             self._consumer.hand_back(claim)
             raise
@@ -152,6 +169,7 @@ class Feed:
             self._streak.failed(error)
             self._consumer.fail(claim, error, device=self._host.device)
             return None
+        self._refusals.served(claim.message.run)
         if file is None:
             self.is_paused = True
             self._consumer.hand_back(claim)

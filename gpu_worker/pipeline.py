@@ -113,6 +113,8 @@ class Pipeline:
             self._status.become("sick", str(self._streak))
         elif self._feed.is_paused:
             self._status.become("paused", "the spool is over its high mark")
+        elif refusal := self._feed.refusal:
+            self._status.become("waiting", refusal)
         else:
             self._status.become("idle")
         return now

@@ -12,7 +12,7 @@ from pydantic import Field
 from hiddenq.contracts.base import Versioned
 
 WorkerState = Literal["starting", "idle", "busy", "paused", "waiting", "draining", "sick"]
-"""`paused`: the spool is over its high mark; `waiting`: Redis or the store is away."""
+"""`paused`: the spool is over its high mark; `waiting`: Redis or the store is away, or the store refuses."""
 
 
 class WorkerReport(Versioned):

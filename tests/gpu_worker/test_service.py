@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from gpu_worker import WorkerSettings, serve, service, startup
+from gpu_worker import WorkerSettings, refusals, runs, serve, service, startup
 from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
 from gpu_worker.run_table import RunTable
 from gpu_worker.runs import serve_run
 from hiddenq.contracts import checksum, names
-from hiddenq.contracts.errors import LeaseLost, RunMismatch, UsageError
+from hiddenq.contracts.errors import LeaseLost, RunMismatch, StoreRefused, UsageError
 from hiddenq.contracts.shard import ShardFormat, header_num_bytes, parse_header
 from hiddenq.delivery import (
     KEEP_ENDED_SECONDS,
@@ -370,6 +370,48 @@ def test_a_worker_told_to_stop_while_its_store_does_not_answer_ends_within_secon
 
         assert serve_until(run, waits) == 0
         assert time.monotonic() - said[0] < 10
+
+
+def test_a_store_that_refuses_in_mid_run_is_waited_for_with_the_reason_and_costs_no_attempt(
+    run: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "FIRST_WAIT_SECONDS", 0.5)
+    num_reads = itertools.count()
+    seen: list[str] = []
+
+    def read(store: Any, *where: int) -> Any:
+        if next(num_reads) and not seen:
+            raise StoreRefused(f"{store.uri}: AccessDenied")
+        return read_token_rows(store, *where)
+
+    def whole() -> bool:
+        worker = run.worker()
+        if worker is not None and worker.state == "waiting" and len(run.spool.files()) == 1:
+            seen.append(worker.detail)
+        return len(run.spool.files()) == run.num_batches
+
+    monkeypatch.setattr(runs, "read_token_rows", read)
+    assert serve_until(run, whole) == 0
+    assert seen[0] == f"{run.store.uri}: AccessDenied"
+    batches = [batch.batch_id for batch in load_batches(run.store)]
+    assert {run.client.hget(f"rq:job:{run.config.run}-{batch}", "attempts") for batch in batches} == {None}
+
+
+def test_one_runs_store_that_refuses_keeps_no_other_run_waiting(
+    run: Served, tmp_path: Path, model: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_run(tmp_path, model, redis_server.url, run.client, LENGTHS, name="other")
+
+    def read(store: Any, *where: int) -> Any:
+        if store.uri == run.store.uri:
+            raise StoreRefused(f"{store.uri}: AccessDenied")
+        return read_token_rows(store, *where)
+
+    monkeypatch.setattr(runs, "read_token_rows", read)
+    changes = {"run": None, "any_run": True}
+    assert serve_until(run, lambda: len(run.spool.files()) == other.num_batches, **changes) == 0
+    assert queue_state(run).num_waiting + queue_state(run).num_delayed == run.num_batches
+    assert_nothing_is_held(run)
 
 
 def test_if_no_run_can_be_opened_any_run_says_why(run: Served) -> None:
