@@ -24,7 +24,7 @@ from redis.retry import Retry
 from hiddenq import telemetry
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
-from hiddenq.delivery.foreign import Client
+from hiddenq.delivery.key_types import Client
 
 MIN_VERSION = (6, 2)
 DEFAULT_WAIT_SECONDS = 10.0

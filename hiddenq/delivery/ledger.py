@@ -19,7 +19,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, UnknownSchema
 from hiddenq.contracts.messages import LedgerEntry
 from hiddenq.delivery.connection import away_errors, raw, text
-from hiddenq.delivery.foreign import reading
+from hiddenq.delivery.key_types import reading
 from hiddenq.delivery.scripts import Scripts
 
 CHUNK = 500

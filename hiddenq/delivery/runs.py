@@ -18,7 +18,7 @@ from hiddenq.contracts.errors import RedisRefused, UsageError
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.contracts.run import RunConfig
 from hiddenq.delivery.connection import away_errors, raw, text
-from hiddenq.delivery.foreign import reading
+from hiddenq.delivery.key_types import reading
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.settings import DeliverySettings
 

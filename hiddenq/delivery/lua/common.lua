@@ -39,7 +39,7 @@
 --   hiddenq:workers:seen                    zset "{role}:{target}" -> Redis time of its last report
 --   hiddenq:drained                         set of hosts that take no more work
 --   hiddenq:epoch                           another text after Redis lost its data
--- Their types stand in foreign.py, too.
+-- Their types stand in key_types.py, too.
 
 local a = cjson.decode(ARGV[1])
 local INF = '+inf'

@@ -1,4 +1,4 @@
-"""Keys of ours that hold what hiddenq never wrote: another program in the same database, or a person's hand.
+"""What each key in Redis is, and how one is found that holds what hiddenq never wrote: another program's, or a hand's.
 
 Invariant: whoever meets such a key learns its name, what it holds and what to do, whatever the command was; so it is
 said here, by the client that every process has, and by nobody else. Redis itself names no key.
@@ -15,7 +15,7 @@ from typing import Any
 import redis
 from redis.client import Pipeline
 
-from hiddenq.contracts.errors import RedisRefused
+from hiddenq.contracts.errors import RedisRefused, words_of
 
 TYPES = {
     "string": r"hiddenq:(epoch|probe|swept|monitor:history|owner:.*|run:[^:]+:finishing)",
@@ -72,8 +72,7 @@ def reading(key: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise RedisRefused(f"{key} in Redis holds what hiddenq can't read ({said}): {REMEDY}") from error
+        raise RedisRefused(f"{key} in Redis holds what hiddenq can't read ({words_of(error)}): {REMEDY}") from error
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from hiddenq.delivery import (
     record_self_check,
     self_checks,
 )
-from hiddenq.delivery.foreign import expected_type
+from hiddenq.delivery.key_types import expected_type
 from tests.delivery.conftest import FAST, SPOOL, Bench, entry, shard
 
 assert inspect.status, "its commands are registered"
