@@ -16,7 +16,7 @@ caches is set.
     report.py       what the worker says of itself    failures.py     failures in a row
     feed.py         claims, made ready                engine.py       the device's side of the pipeline
     warmup.py       proof and tuning at start         rotary.py       scaling that forgets earlier batches
-    run_table.py    the runs that a worker serves
+    run_table.py    the runs that a worker serves     refusals.py     those whose store refuses it
 """
 
 from gpu_worker.settings import WorkerSettings

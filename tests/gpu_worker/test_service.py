@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from gpu_worker import WorkerSettings, refusals, runs, serve, service, startup
+from gpu_worker import WorkerSettings, runs, serve, service, startup
 from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
 from gpu_worker.run_table import RunTable
@@ -37,6 +37,7 @@ from hiddenq.delivery import (
     each_dead_letter,
     enqueue,
     fleet,
+    refusals,
     save_run,
     self_checks,
 )

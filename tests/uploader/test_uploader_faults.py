@@ -19,7 +19,7 @@ import redis
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Ledger, dead_letters, retry_dead
+from hiddenq.delivery import Ledger, dead_letters, refusals, retry_dead
 from hiddenq.storage import LocalStore, ObjectStore, Spool, StoreSettings, local, open_store, s3_client
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.faulty_proxy import Answer, BlackHole, FaultyProxy, Reset, Slow, parts, puts
@@ -28,7 +28,7 @@ from tests.support.s3_server import S3Location, S3Server
 from tests.support.waiting import wait_until
 from tests.uploader.running import RunningUploader, finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
-from uploader import upload, waiting
+from uploader import upload
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(upload, "LONGEST_WAIT_SECONDS", 0.3)
     monkeypatch.setattr(upload, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(waiting, "FIRST_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(waiting, "LONGEST_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(refusals, "FIRST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(refusals, "LONGEST_WAIT_SECONDS", 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
