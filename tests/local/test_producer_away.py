@@ -64,15 +64,22 @@ def test_a_redis_that_restarts_while_a_plan_is_made_costs_no_run(
     (store.folder / "states").mkdir()
     spool.path("000000-abcdef01.safetensors").rename(store.folder / "states" / "000000-abcdef01.safetensors")
 
+    def come_back() -> None:
+        knocks(own_redis_server.port, 2)
+        own_redis_server.start()
+
+    returning = threading.Thread(target=come_back)
+
     def prepare_while_redis_dies(*arguments: object) -> Prepared:
         own_redis_server.kill()
-        threading.Timer(0.5, own_redis_server.start).start()
+        returning.start()
         return Prepared(config=run.config, reused=True)
 
     monkeypatch.setattr(produce_module, "prepare", prepare_while_redis_dies)
     with contextlib.closing(connect(own_redis_server.url)) as client:
         settings = ProducerSettings(model="m", data=("d",))
         report = produce(settings, store, StoreSettings(), client, delivery=run.settings, progress=lambda *done: None)
+        returning.join()
         assert (report.num_committed, report.num_enqueued) == (1, 2)
         assert set(Ledger(client, run.name).entries()) == {"000000"}
         run.extract(client, spool)
