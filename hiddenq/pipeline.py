@@ -18,8 +18,7 @@ import redis
 
 from hiddenq.contracts.errors import HiddenqError
 from hiddenq.contracts.manifest import Manifest
-from hiddenq.delivery import DeliverySettings, RunRecord
-from hiddenq.delivery.connection import OUTAGE_SECONDS, through_outage
+from hiddenq.delivery import OUTAGE_SECONDS, DeliverySettings, RunRecord, through_outage
 from hiddenq.interruption import Interrupted
 from hiddenq.produce import ProducerProcess
 from hiddenq.progress import RunProgress, print_summary

@@ -24,8 +24,18 @@ import redis
 
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError
-from hiddenq.delivery import DeliverySettings, EnqueueReport, Ledger, RunRecord, connect, enqueue, retry_dead, save_run
-from hiddenq.delivery.connection import OUTAGE_SECONDS, through_outage
+from hiddenq.delivery import (
+    OUTAGE_SECONDS,
+    DeliverySettings,
+    EnqueueReport,
+    Ledger,
+    RunRecord,
+    connect,
+    enqueue,
+    retry_dead,
+    save_run,
+    through_outage,
+)
 from hiddenq.interruption import SIGNALS, uninterrupted
 from hiddenq.model_identity import block_torch
 from hiddenq.progress import TerminalProgress

@@ -13,7 +13,7 @@ store dies, at whatever moment. Where to read it:
     enqueue.py      from a plan to a bounded queue, as a reconciliation
 """
 
-from hiddenq.delivery.connection import Patience, connect
+from hiddenq.delivery.connection import OUTAGE_SECONDS, connect, through_outage
 from hiddenq.delivery.consumer import Consumer
 from hiddenq.delivery.dead_letters import (
     dead_batches,
@@ -61,6 +61,7 @@ from hiddenq.delivery.whereabouts import worker_name
 
 __all__ = [
     "KEEP_ENDED_SECONDS",
+    "OUTAGE_SECONDS",
     "Claim",
     "Consumer",
     "DeliverySettings",
@@ -71,7 +72,6 @@ __all__ = [
     "Ledger",
     "LedgerTotals",
     "LocationLock",
-    "Patience",
     "QueueState",
     "Reaper",
     "RunRecord",
@@ -106,6 +106,7 @@ __all__ = [
     "self_checks",
     "spool_file_names",
     "stuck_reason",
+    "through_outage",
     "upload_is_live",
     "uploads_of",
     "worker_name",
