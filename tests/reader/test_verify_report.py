@@ -43,7 +43,7 @@ def test_every_byte_of_shards_and_tokens_is_asked_for_once(make: Make, monkeypat
     [
         (["--recompute", "-1"], "Invalid value for '--recompute'"),
         (["--recompute", "1", "--device", "abacus"], "--device abacus:"),
-        (["--recompute", "1", "--model", "/nowhere"], "/nowhere can't be loaded"),
+        (["--recompute", "1", "--model", "/nowhere"], "--model /nowhere: no such folder on this host"),
     ],
 )
 def test_the_command_answers_bad_arguments_in_one_line(
