@@ -30,6 +30,7 @@ DEPTH = 2
 """Batches that wait ready; more would be taken from other workers for nothing."""
 IDLE_SECONDS = 0.2
 PAUSED_SECONDS = 0.5
+FULL_SECONDS = 10.0
 REFRESH_SECONDS = 5.0
 SWEEP_SECONDS = 30.0
 SWEEP_MIN_AGE_SECONDS = 300.0
@@ -70,6 +71,7 @@ class Feed:
         self.error: BaseException | None = None
         """Why the thread ended, if not because it was told to."""
         self.is_paused = False
+        self._full_bytes, self._full_until = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     @property
@@ -172,15 +174,21 @@ class Feed:
         self._refusals.served(claim.message.run)
         if file is None:
             self.is_paused = True
+            self._full_bytes, self._full_until = self._spool.usage().num_bytes, time.monotonic() + FULL_SECONDS
             self._consumer.hand_back(claim)
             return None
         return Work(claim=claim, run=run, batch=batch, layout=layout, file=file)
 
     def _over_the_mark(self) -> bool:
-        """Whether the spool is so full that the worker waits (until it has fallen to the low mark)."""
+        """Whether the spool is so full that the worker waits: until it has fallen to the low mark, and by something.
+
+        A spool of few shards may have no room for the next one below its low mark: that is tried again now and then.
+        """
         usage = self._spool.usage()
         if usage.paused or self.is_paused:
-            self.is_paused = usage.num_bytes > usage.low_bytes
+            self.is_paused = usage.num_bytes > usage.low_bytes or (
+                usage.num_bytes >= self._full_bytes and time.monotonic() < self._full_until
+            )
         return self.is_paused
 
     def _keep_house(self) -> None:

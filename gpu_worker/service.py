@@ -238,9 +238,13 @@ def _identify_gpu(device: torch.device) -> tuple[str, str]:
 
 def _wait_for_run(client: redis.Redis, settings: WorkerSettings, status: WorkerStatus) -> RunRecord:
     """The run to serve, as soon as there is one. Nothing is held yet: a signal simply ends the process."""
+    waiting = False
     while True:
         record = choose_run(client, settings.run, any_run=settings.any_run)
         if record is not None:
             return record
         status.become("idle", "no run yet")
+        if not waiting:
+            telemetry.logger().info("no_run_yet", next="waits for one, and for a signal to end")
+        waiting = True
         time.sleep(LOOK_FOR_RUN_SECONDS)

@@ -42,7 +42,7 @@ from hiddenq.delivery import (
     self_checks,
 )
 from hiddenq.delivery import cancel as cancel_run
-from hiddenq.storage import StoreSettings
+from hiddenq.storage import Spool, StoreSettings
 from hiddenq.storage.runfiles import load_batches, read_token_rows
 from tests.gpu_worker.conftest import tiny_decoder
 from tests.gpu_worker.served import FAST, Served, make_run, serve_until
@@ -244,6 +244,34 @@ def test_over_the_spools_mark_it_pauses_and_below_the_low_mark_it_goes_on(run: S
 
     assert serve_until(run, drained, spool_high_bytes=high, spool_low_bytes=high // 2) == 0
     assert "paused" in seen
+    assert_nothing_is_held(run)
+
+
+def test_a_spool_without_room_for_the_next_shard_is_tried_again_when_one_has_left_not_all_the_time(
+    run: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [batch.num_tokens * (64 * 4 * 3 + 16) for batch in load_batches(run.store)]
+    refused: list[float] = []
+    removed: set[str] = set()
+    reserve = Spool.reserve
+
+    def count(spool: Spool, file_name: str, num_bytes: int) -> Any:
+        file = reserve(spool, file_name, num_bytes)
+        if file is None:
+            refused.append(time.monotonic())
+        return file
+
+    def drained() -> bool:
+        if refused and time.monotonic() - refused[0] > 2.0:
+            for entry in run.spool.files():
+                removed.add(entry.file_name)
+                run.spool.delete(entry.file_name)
+        return len(removed) == run.num_batches
+
+    monkeypatch.setattr(Spool, "reserve", count)
+    high = int(max(sizes) * 1.3)
+    assert serve_until(run, drained, spool_high_bytes=high, spool_low_bytes=high) == 0
+    assert 1 <= len([moment for moment in refused if moment < refused[0] + 1.5]) <= 2
     assert_nothing_is_held(run)
 
 
