@@ -26,7 +26,7 @@ class ServerGuard(Background):
         super().__init__("server guard", LOOK_SECONDS)
         self.server = server
         self.stops_server = stops_server
-        self._wait = LOOK_SECONDS
+        self._wait_seconds = LOOK_SECONDS
 
     def _end(self) -> None:
         if self.stops_server:
@@ -34,15 +34,18 @@ class ServerGuard(Background):
 
     def _round(self) -> float:
         if self.server.is_alive:
-            self._wait = LOOK_SECONDS
-            return self._wait
+            self._wait_seconds = LOOK_SECONDS
+            return self._wait_seconds
         old = self.server
         try:
             self.server = EmbeddedServer.start(old.data_dir, port=old.port, password=old.password)
             telemetry.logger().warning("redis_restarted", folder=str(old.data_dir), pid=self.server.pid)
         except (HiddenqError, OSError) as error:
-            self._wait = min(2 * self._wait, LONGEST_WAIT_SECONDS)
+            self._wait_seconds = min(2 * self._wait_seconds, LONGEST_WAIT_SECONDS)
             telemetry.logger().error(
-                "redis_not_restarted", folder=str(old.data_dir), error=str(error), next=f"again in {self._wait:g} s"
+                "redis_not_restarted",
+                folder=str(old.data_dir),
+                error=str(error),
+                next=f"again in {self._wait_seconds:g} s",
             )
-        return self._wait
+        return self._wait_seconds

@@ -1,7 +1,7 @@
 """What interrupted uploads left in a bucket: unfinished multipart uploads, and the objects of probes.
 
-Invariant: only what is old by the store's own clock is named, and of shards only those whose execution is said to be
-dead; so nothing is named that somebody still sends.
+Invariant: a probe's is named only once it is old by the store's own clock, a shard's only where the caller says that it
+is abandoned; so nothing is named that somebody still sends.
 """
 
 from __future__ import annotations
