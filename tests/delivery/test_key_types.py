@@ -109,7 +109,9 @@ def test_status_names_a_key_that_holds_another_type_in_one_line(key: str, bench:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_every_command_names_it(command: tuple[str, ...], key: str, bench: Bench, hiddenq) -> None:  # type: ignore[no-untyped-def]
+def test_every_command_names_a_key_that_holds_another_type(
+    command: tuple[str, ...], key: str, bench: Bench, hiddenq
+) -> None:  # type: ignore[no-untyped-def]
     lived(bench)
     if command[0] == "failed":
         bench.client.zadd("hiddenq:run:run:dead", {"run-000002": 1})
@@ -120,7 +122,7 @@ def test_every_command_names_it(command: tuple[str, ...], key: str, bench: Bench
     assert f"{key} in Redis holds a string, where hiddenq keeps a {expected_type(key)}" in said
 
 
-def test_a_script_names_it_though_redis_does_not(bench: Bench) -> None:
+def test_a_script_names_the_key_though_redis_does_not(bench: Bench) -> None:
     bench.enqueue(1)
     worker = bench.gpu_worker()
     bench.client.delete("hiddenq:leases")
