@@ -28,11 +28,11 @@ from tests.delivery.conftest import FAST, SPOOL, Bench, entry, shard
 assert inspect.status, "its commands are registered"
 assert fleet_commands.drain, "its commands are registered"
 
+Hiddenq = Callable[..., tuple[int, str]]
+
 
 @pytest.fixture
-def hiddenq(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def hiddenq(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hiddenq:
     """A command on the bench's Redis; returns its status and what it said on stderr."""
     monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", bench.server.password)
 
@@ -65,7 +65,9 @@ def lived(bench: Bench) -> None:
     fleet(bench.client)
 
 
-def test_every_key_that_a_run_leaves_in_redis_is_known_with_its_type(bench: Bench, hiddenq, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_key_that_a_run_leaves_in_redis_is_known_with_its_type(
+    bench: Bench, hiddenq: Hiddenq, tmp_path: Path
+) -> None:
     lived(bench)
     assert hiddenq("status") == (0, "")
     with LocationLock(bench.client, str(tmp_path), settings=FAST, command="x"):
@@ -86,7 +88,7 @@ def test_every_key_that_a_run_leaves_in_redis_is_known_with_its_type(bench: Benc
         "hiddenq:monitor:history", "rq:queues", "rq:queue:hiddenq-extract-run", f"rq:scheduled:hiddenq-upload-{SPOOL}",
     ],
 )  # fmt: skip
-def test_status_names_a_key_that_holds_another_type_in_one_line(key: str, bench: Bench, hiddenq) -> None:  # type: ignore[no-untyped-def]
+def test_status_names_a_key_that_holds_another_type_in_one_line(key: str, bench: Bench, hiddenq: Hiddenq) -> None:
     lived(bench)
     bench.client.delete(key)
     kind = "list" if expected_type(key) != "list" else "hash"
@@ -110,8 +112,8 @@ def test_status_names_a_key_that_holds_another_type_in_one_line(key: str, bench:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_every_command_names_a_key_that_holds_another_type(
-    command: tuple[str, ...], key: str, bench: Bench, hiddenq
-) -> None:  # type: ignore[no-untyped-def]
+    command: tuple[str, ...], key: str, bench: Bench, hiddenq: Hiddenq
+) -> None:
     lived(bench)
     if command[0] == "failed":
         bench.client.zadd("hiddenq:run:run:dead", {"run-000002": 1})
