@@ -31,6 +31,7 @@ DEPTH = 2
 IDLE_SECONDS = 0.2
 PAUSED_SECONDS = 0.5
 FULL_SECONDS = 10.0
+"""A spool that had no room for a batch is tried again after so long, even if nothing has left it."""
 REFRESH_SECONDS = 5.0
 SWEEP_SECONDS = 30.0
 SWEEP_MIN_AGE_SECONDS = 300.0

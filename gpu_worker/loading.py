@@ -23,6 +23,7 @@ from gpu_worker.experts import num_used_parameters
 from gpu_worker.extraction import check_layers
 from gpu_worker.kernels import attentions_for
 from hiddenq.contracts.errors import ModelError, words_of
+from hiddenq.dequantized import cast_rest
 from hiddenq.model_files import check_folder, check_here, weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
@@ -94,7 +95,7 @@ def load_decoder(
     model, info = _from_pretrained(path, arguments, method)
     _refuse_gaps(path, model, info)
     if method is not None and dequantize:
-        quantization.cast_rest(model, dtype)
+        cast_rest(model, dtype)
     return LoadedModel(
         model=model.eval(),
         config=text_config,

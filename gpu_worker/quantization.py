@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
-from torch import nn
 
 from hiddenq.contracts.errors import ModelError, words_of
 
 _VERSION = transformers.__version__
-_KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def method_of(config: Any) -> str | None:
@@ -63,17 +60,6 @@ def dequantizing(config: Any, method: str) -> Any:
     if not hasattr(quantization, "dequantize"):
         raise ModelError(f"--dequantize: Transformers can't dequantise {method} while loading")
     return quantization
-
-
-def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put a dequantised model's weights into one dtype, as loading does with one that was never quantised.
-
-    Before 5.23 Transformers leaves what was not quantised as it lies in the file. What a model keeps in float32 stays.
-    """
-    kept = {name for field in _KEPT_IN_FP32 for name in getattr(model, field, None) or ()}
-    for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not kept & set(name.split(".")):
-            weight.data = weight.data.to(dtype)
 
 
 def found(model: Any, method: str | None, *, dequantize: bool) -> str | None:

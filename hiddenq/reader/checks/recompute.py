@@ -19,8 +19,9 @@ import torch
 import transformers
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from hiddenq.contracts.errors import HiddenqError, ModelError, UsageError
+from hiddenq.contracts.errors import HiddenqError, ModelError, UsageError, words_of
 from hiddenq.contracts.run import RunConfig
+from hiddenq.dequantized import cast_rest
 from hiddenq.reader.checks.report import Findings, Recomputed
 from hiddenq.reader.decode import TORCH_DTYPES, Sample
 from hiddenq.reader.run import Run
@@ -78,7 +79,7 @@ def _load(name: str, config: RunConfig, device: str) -> Any:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"--device {device}: {words_of(error)}") from error
     try:
         model_config = transformers.AutoConfig.from_pretrained(name, revision=config.model.revision)
         named = next(iter(model_config.architectures or []), "")
@@ -94,8 +95,10 @@ def _load(name: str, config: RunConfig, device: str) -> Any:
             )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
-            f"--recompute: {name} can't be loaded: {str(error).splitlines()[0]}; say where it lies with --model"
+            f"--recompute: {name} can't be loaded: {words_of(error)}; say where it lies with --model"
         ) from error
+    if config.model.dequantized:
+        cast_rest(network, TORCH_DTYPES[config.model.dtype])
     if config.model.quantization and _is_dequantized(network) != config.model.dequantized:
         raise ModelError(
             f"--recompute: the run used the {config.model.quantization} weights natively, which this machine can't "
