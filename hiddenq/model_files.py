@@ -27,13 +27,13 @@ def is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
 
 
-def check_here(model: str) -> None:
+def check_here(model: str, *, was_folder: bool = False) -> None:
     """Refuse a folder that this host has not, in words of ours: Transformers would take its path for a hub id.
 
     Raises:
-        ModelError: the name can only be a folder's, and there is none.
+        ModelError: the name can only be a folder's, or is recorded as one's, and there is none.
     """
-    if is_path(model) and not Path(model).expanduser().is_dir():
+    if (was_folder or is_path(model)) and not Path(model).expanduser().is_dir():
         raise ModelError(f"--model {model}: no such folder on this host")
 
 

@@ -90,9 +90,10 @@ def test_states_swapped_between_two_samples_are_found(real: MadeRun) -> None:
     }
 
 
-def test_a_model_that_is_not_there_is_one_line(make: Make) -> None:
-    made = make(model="/nowhere/model")
-    with pytest.raises(ModelError, match="--model /nowhere/model: no such folder on this host"):
+@pytest.mark.parametrize("name", ["/nowhere/model", "nowhere"])
+def test_a_model_that_is_not_there_is_one_line(name: str, make: Make) -> None:
+    made = make(model=name)
+    with pytest.raises(ModelError, match=f"--model {name}: no such folder on this host"):
         verify(made.folder, recompute=1)
 
 

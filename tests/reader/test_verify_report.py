@@ -42,7 +42,7 @@ def test_every_byte_of_shards_and_tokens_is_asked_for_once(make: Make, monkeypat
     ("arguments", "text"),
     [
         (["--recompute", "-1"], "Invalid value for '--recompute'"),
-        (["--recompute", "1", "--device", "abacus"], "--device abacus:"),
+        (["--recompute", "1", "--model", "owner/name", "--device", "abacus"], "--device abacus:"),
         (["--recompute", "1", "--model", "/nowhere"], "--model /nowhere: no such folder on this host"),
     ],
 )

@@ -81,7 +81,8 @@ def verify(
         findings.add("run_json", names.RUN_JSON, str(error))
         return VerifyReport(uri=store.uri, run="?", findings=tuple(findings.kept), num_findings=findings.counts)
     if recompute:
-        check_here(model or config.model.model)  # before hours of reading
+        recorded = model is None and config.model.revision is None  # a folder's, maybe relative; the hub has revisions
+        check_here(model or config.model.model, was_folder=recorded)  # before hours of reading
     sweep = _Sweep(store, config, findings, deep=deep, progress=progress)
     outcomes = sweep.run(threads)
     if deep:
