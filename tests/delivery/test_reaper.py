@@ -245,7 +245,7 @@ def test_a_restarted_server_makes_a_process_watch_anew() -> None:
     assert not watched(*steady, (35.0, 1035.0, "b"))
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200)
 @given(
     jump=st.floats(-7200, 7200).filter(lambda jump: abs(jump) > WATCH.clock_tolerance_seconds + 0.1),
     after=st.floats(0, 29.9),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_worker.engine import Engine, Ring
@@ -32,7 +32,6 @@ class Memory:
         self.done += range(first, last)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may have other work
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(64, 2000))
 def test_every_row_runs_once_and_in_order(num_rows: int, padded_length: int, tokens: int) -> None:
     memory = Memory(tokens, padded_length)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -37,7 +37,7 @@ def lengths_of(name: str) -> ByteLengths:
 
 
 @pytest.mark.parametrize("name", ["tiny", *NAMES])
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80)
 @given(text=st.text(max_size=40), spans=SPANS)
 @example(text="a\u0301 e\u0301 \u0958 <|im_start|>x", spans=[(1, 4)])
 @example(text="naïve 👋🏽 日本語 \r\n\t  ", spans=[(2, 9), (9, 12)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -46,7 +46,7 @@ ROW = ANYTHING | st.fixed_dictionaries(
     },
 )  # fmt: skip
 SCHEMAS = ("messages", "conversations", "prompt_completion", "text", "input_ids")
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def make_roomy(encoder: Encoder) -> Encoder:
     return roomy
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15)
 @given(rows=st.lists(ROW | st.builds(chat, TEXT, TEXT), min_size=1, max_size=12))
 def test_rows_in_are_rows_kept_and_rows_rejected(produce: Produce, tmp_path: Path, rows: list[Any]) -> None:
     import shutil

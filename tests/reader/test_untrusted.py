@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenq.contracts import names
@@ -92,7 +92,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_header_makes_a_going_run_do_more_than_refuse(tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "run"
