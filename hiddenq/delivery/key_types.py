@@ -44,8 +44,11 @@ class Client(redis.Redis):
     """A client that names the key which is not what hiddenq keeps under that name, as `RedisRefused`."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        with _naming(self, args[1:2]):
+        try:
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except redis.ResponseError as error:
+            _refuse(self, args[1:2], error)
+            raise
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Pipeline:
         return _Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
@@ -53,8 +56,12 @@ class Client(redis.Redis):
 
 class _Pipeline(Pipeline):
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        with _naming(self, [args[1] for args, _ in self.command_stack if len(args) > 1]):
+        commands = self.command_stack
+        try:
             return super().execute(raise_on_error)
+        except redis.ResponseError as error:
+            _refuse(self, [args[1] for args, _ in commands if len(args) > 1], error)
+            raise
 
 
 def expected_type(key: str) -> str | None:
@@ -75,19 +82,15 @@ def reading(key: str) -> Iterator[None]:
         raise RedisRefused(f"{key} in Redis holds what hiddenq can't read ({words_of(error)}): {REMEDY}") from error
 
 
-@contextlib.contextmanager
-def _naming(client: redis.Redis, keys: Iterable[Any]) -> Iterator[None]:
+def _refuse(client: redis.Redis, keys: Iterable[Any], error: redis.ResponseError) -> None:
+    """Raise `RedisRefused` with the key's name if what Redis complains of is a key that is not what we made it."""
+    if not any(complaint in str(error) for complaint in COMPLAINTS):
+        return
     try:
-        yield
-    except redis.ResponseError as error:
-        if not any(complaint in str(error) for complaint in COMPLAINTS):
-            raise
-        try:
-            found = _find(redis.Redis(connection_pool=client.connection_pool), keys)
-        except redis.RedisError:  # an account that may not look, or a Redis that went away
-            found = f"a key of hiddenq is not what hiddenq made it ({error})"
-        if found is None:
-            raise
+        found = _find(redis.Redis(connection_pool=client.connection_pool), keys)
+    except redis.RedisError:  # an account that may not look, or a Redis that went away
+        found = f"a key of hiddenq is not what hiddenq made it ({error})"
+    if found is not None:
         raise RedisRefused(f"{found}: {REMEDY}") from error
 
 
