@@ -1,8 +1,8 @@
 """The GPU stage: batches from the extract queue in, finished shards in the spool and jobs on its upload queue out.
 
-Imports `hiddenq.contracts`, `.storage`, `.delivery`, `.telemetry`, `.model_identity` and `.model_files`, torch and
-Transformers; never another stage. torch itself is imported by `serve`, after the environment of its allocator and
-caches is set.
+Imports `hiddenq.contracts`, `.storage`, `.delivery`, `.telemetry`, `.model_identity`, `.model_files` and
+`.dequantized`, torch and Transformers; never another stage. torch itself is imported by `serve`, after the environment
+of its allocator and caches is set.
 
     settings.py     what a worker is told             service.py      `serve`: start, run, drain, exit status
     startup.py      ready for the first batch         runs.py         a run as this worker serves it
@@ -16,7 +16,7 @@ caches is set.
     report.py       what the worker says of itself    failures.py     failures in a row
     feed.py         claims, made ready                engine.py       the device's side of the pipeline
     warmup.py       proof and tuning at start         rotary.py       scaling that forgets earlier batches
-    run_table.py    the runs that a worker serves     refusals.py     those whose store refuses it
+    run_table.py    the runs that a worker serves
 """
 
 from gpu_worker.settings import WorkerSettings

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from gpu_worker.failures import FailureStreak
 from gpu_worker.inputs import PaddedBatch
-from gpu_worker.refusals import Refusals
 from gpu_worker.report import WorkerStatus
 from gpu_worker.runs import Host, ServedRun
 from hiddenq import telemetry
@@ -24,6 +23,7 @@ from hiddenq.contracts.errors import StoreRefused, UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.shard import ShardLayout
 from hiddenq.delivery import Claim, Consumer
+from hiddenq.delivery.refusals import Refusals
 from hiddenq.storage import Spool, SpoolFile
 
 DEPTH = 2

@@ -18,12 +18,7 @@ from redis.exceptions import LockError
 from hiddenq import telemetry
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import (
-    BadMessage,
-    ObjectMissing,
-    TransientError,
-    UnknownSchema,
-)
+from hiddenq.contracts.errors import BadMessage, ObjectMissing, TransientError, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan, DeadLetter, Manifest
 from hiddenq.contracts.messages import LedgerEntry
 from hiddenq.contracts.shard import ShardFormat

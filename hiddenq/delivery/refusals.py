@@ -58,6 +58,16 @@ class Refusals:
         with self._lock:
             return {run: refusal.reason for run, refusal in self._by_run.items()}
 
+    def all_wait(self, runs: Collection[str]) -> bool:
+        """Whether none of these runs is to be tried now."""
+        return all(self.seconds_left(run) for run in runs)
+
+    def reason(self, runs: Collection[str]) -> str:
+        """Why none of these runs can be served; "" if one of them can."""
+        reasons = self.reasons()
+        found = [reasons.get(run, "") for run in runs]
+        return found[0] if found and all(found) else ""
+
     def keep(self, runs: Collection[str]) -> None:
         """Forget all but these runs: the others are over."""
         with self._lock:
