@@ -13,8 +13,9 @@ import redis
 from hiddenq.cli import exit_status, inspect, stages
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
 from hiddenq.delivery import connect
+from tests.support.ports import free_port
 from tests.support.redis_proxy import RedisProxy
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 assert inspect.status, "its commands are registered"

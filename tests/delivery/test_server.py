@@ -22,7 +22,7 @@ from hiddenq.delivery import server as server_module
 from hiddenq.delivery.binary import find_server_program
 from hiddenq.delivery.connection import never_again
 from hiddenq.delivery.whereabouts import this_world
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 from tests.support.small_disk import SMALL_DISK_BYTES
 from tests.support.waiting import wait_until
 

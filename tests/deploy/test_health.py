@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from tests.deploy.programs import load
-from tests.support.s3_server import free_port
+from tests.support.ports import free_port
 
 health = load("health")
 verdict = health.verdict

@@ -30,6 +30,7 @@ import boto3
 import redis
 from botocore.config import Config
 
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import MissingShard, RetryableError
 from hiddenq.delivery import Ledger, Reaper, connect, dead_batches, fleet
 from hiddenq.storage import ObjectStore, Spool, StoreSettings, open_store
@@ -52,6 +53,8 @@ class Part:
     spool: Path
     process: ForkServerProcess | None = None
     stopped_until: float | None = None
+    busy_until: float = 0.0
+    """Continued after a stop, it has until then to finish what it held."""
 
 
 @dataclass
@@ -92,11 +95,15 @@ class Chaos:
         self._began = time.monotonic()
         self._only = only
         """The one kind of strike there is; "" for none, None for all."""
-        self._owns_s3 = s3 is None
         (folder / "s3").mkdir()
         (folder / "logs").mkdir()
-        self._redis_server = RedisServer(folder / "redis")
-        self._s3 = s3 or start_server(folder / "s3")
+        with contextlib.ExitStack() as servers:
+            self._redis_server = RedisServer(folder / "redis")
+            servers.callback(self._redis_server.stop)
+            self._s3 = s3 or start_server(folder / "s3")
+            if s3 is None:
+                servers.callback(self._s3.stop)
+            self._servers = servers.pop_all()
         self._surroundings = Surroundings(
             redis_url=self._redis_server.bare_url,
             redis_password=self._redis_server.password,
@@ -150,27 +157,28 @@ class Chaos:
             self._kill(part)
         for outage in self._outages:
             outage.join()
-        self._redis_server.stop()
-        if self._owns_s3:
-            self._s3.process.kill()
-            self._s3.process.wait()
+        self._servers.close()
 
     # Under fire
 
     def _under_fire(self, client: redis.Redis) -> None:
         """Until the greater part of the batches is in."""
-        next_event = time.monotonic() + 2.0
+        next_event = time.monotonic() + (2.0 if self._only is None else 0.0)
         while self._share_done(client) < 0.8:
             self._keep_alive()
-            if time.monotonic() >= next_event:
-                self._strike()
+            if time.monotonic() >= next_event and self._strike(client):
                 next_event = time.monotonic() + self._random.uniform(0.6, 1.8)
             time.sleep(0.05)
             self._check_time(client)
 
-    def _strike(self) -> None:
+    def _strike(self, client: redis.Redis) -> bool:
+        """Whether there was anything to strike. An only kind strikes thrice, and spares workers with no work."""
         workers = [part for part in self._parts if part.kind == "worker"]
         uploaders = [part for part in self._parts if part.kind == "uploader"]
+        if self._only is not None:
+            workers = [worker for worker in workers if self._is_at_work(worker, client)]
+            if not workers or sum(self._outcome.events.values()) >= 3:
+                return False
         draw = self._random
         kinds: dict[str, tuple[int, Callable[[], None]]] = {
             "worker killed": (6, lambda: self._kill(draw.choice(workers))),
@@ -179,18 +187,26 @@ class Chaos:
             "uploader stopped past its lease": (1, lambda: self._stop(draw.choice(uploaders))),
             "Redis killed": (2, lambda: self._outage(self._redis_outage, draw.choice([0.1, 1.0, 4.0]))),
             "S3 server killed": (2, lambda: self._outage(self._s3_outage, draw.choice([0.1, 2.0]))),
-            "host lost with its spool": (0 if self._host_is_lost else 2, self._lose_host),
+            "host lost with its spool": (0 if self._host_is_lost else 2, lambda: self._lose_host(client)),
         }
         if any(outage.is_alive() for outage in self._outages):
             kinds = {name: kind for name, kind in kinds.items() if name not in ("Redis killed", "S3 server killed")}
         if self._only is not None:
             kinds = {name: kind for name, kind in kinds.items() if name == self._only}
             if not any(weight for weight, _ in kinds.values()):
-                return
+                return False
         [name] = draw.choices(list(kinds), [weight for weight, _ in kinds.values()])
         self._outcome.events[name] += 1
         self._log(f"{time.monotonic() - self._began:6.1f} s  {name}")
         kinds[name][1]()
+        return True
+
+    def _is_at_work(self, worker: Part, client: redis.Redis) -> bool:
+        """Whether it lives and holds a batch."""
+        if worker.stopped_until is not None or worker.process is None or not worker.process.is_alive():
+            return False
+        held = client.scan_iter(f"rq:worker:*-{worker.host}-{worker.process.pid}-*:executions", count=1000)
+        return any(client.scard(key) for key in held)
 
     def _kill(self, part: Part) -> None:
         if part.process is not None:
@@ -202,15 +218,19 @@ class Chaos:
             os.kill(part.process.pid, signal.SIGSTOP)
             part.stopped_until = time.monotonic() + STOPPED_SECONDS
 
-    def _lose_host(self) -> None:
-        """Host b burns down with shards in its spool, and a new one takes its place."""
+    def _lose_host(self, client: redis.Redis) -> None:
+        """Host b burns down with published shards in its spool, and a new one takes its place."""
         self._host_is_lost = True
         spool = Spool.open(self._folder / "spool-b")
+        uploads = f"rq:queue:{names.upload_queue(spool.spool_id)}"
         for part in self._parts:
             if part.host == "b" and part.kind == "uploader":
                 self._stop(part)
-        deadline = time.monotonic() + 3.0
-        while not spool.files() and time.monotonic() < deadline:
+        deadline = time.monotonic() + (3.0 if self._only is None else 20.0)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.RedisError):
+                if client.llen(uploads):
+                    break
             time.sleep(0.02)
         for part in self._parts:
             if part.host == "b":
@@ -237,7 +257,7 @@ class Chaos:
         now = time.monotonic()
         for part in self._parts:
             if part.stopped_until is not None and now >= part.stopped_until:
-                part.stopped_until = None
+                part.stopped_until, part.busy_until = None, now + 2.0
                 if part.process is not None and part.process.pid:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(part.process.pid, signal.SIGCONT)
@@ -281,7 +301,7 @@ class Chaos:
                 return False
         except redis.RedisError:
             return False
-        if any(part.stopped_until for part in self._parts):
+        if any(part.stopped_until or time.monotonic() < part.busy_until for part in self._parts):
             return False
         return all(Spool.open(spool).usage().num_bytes == 0 for spool in {part.spool for part in self._parts})
 

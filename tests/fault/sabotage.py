@@ -28,14 +28,21 @@ def _without(script: str, kept: str, broken: str = "") -> Callable[[], None]:
     return apply
 
 
+def _give_no_leases() -> None:
+    """A claim is held for ever. Three scripts give leases: for a claim, for each stage, and for one that got lost."""
+    _without("claim", "redis.call('ZADD', 'hiddenq:leases', precise(now + a.lease_seconds), member)")()
+    _without("enter", "redis.call('ZADD', 'hiddenq:leases', precise(now + a.lease_seconds), member)")()
+    _without("reap", "redis.call('ZADD', 'hiddenq:leases', 'NX', precise(now + a.lease_seconds), member)")()
+
+
 def _commit_without_waiting() -> None:
-    """The store gets the shard some time after the commit."""
+    """The store gets the shard some time after the commit, if the uploader still lives then."""
 
     def put(self: Any, run: OpenRun, key: str, shard: ShardReady) -> None:
         data = self._spool.path(shard.file_name).read_bytes()
 
         def later() -> None:
-            time.sleep(1.0)
+            time.sleep(5.0)
             run.store.put_bytes(key, data)
 
         threading.Thread(target=later, daemon=True).start()
@@ -58,9 +65,7 @@ def _accept_late_results() -> None:
 
 
 SABOTAGE: dict[str, Callable[[], None]] = {
-    "claims have no lease": _without(
-        "claim", "redis.call('ZADD', 'hiddenq:leases', precise(now + a.lease_seconds), member)"
-    ),
+    "claims have no lease": _give_no_leases,
     "failures cost nothing": _without(
         "give_back", "attempts = redis.call('HINCRBY', 'rq:job:' .. a.job, 'attempts', 1)", "attempts = 1"
     ),

@@ -39,9 +39,9 @@ from tests.grafana.programs import program
 from tests.local.conftest import chats, write_rows
 from tests.monitor.filled import fill
 from tests.monitor.made_fleet import MadeUploader, MadeWorker, made_record, start_run
-from tests.monitor.ports import free_port
 from tests.support.command import make_command
 from tests.support.models import save_tiny_model
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, start_server
 from tests.support.waiting import wait_until

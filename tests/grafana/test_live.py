@@ -33,7 +33,7 @@ from tests.grafana.queries import (
 )
 from tests.grafana.stack import DELIVERY, TIMING, Stack, eventually, logs_of, running_stack, signal_process
 from tests.monitor.made_fleet import MadeWorker
-from tests.monitor.ports import free_port
+from tests.support.ports import free_port
 from tests.support.s3_server import BUCKET
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from hiddenq.delivery import cancel
 from hiddenq.delivery.connection import never_again
 from hiddenq.watch import Watch
 from tests.delivery.conftest import Bench, record
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 STUCK_SECONDS = 0.2

@@ -31,7 +31,7 @@ from hiddenq.monitor.server import _Handler, _Server, application
 from hiddenq.monitor.watcher import Watcher
 from hiddenq.telemetry import host_name
 from tests.monitor.made_fleet import SPOOL, MadeWorker, made_fleet, made_record, start_run
-from tests.monitor.ports import free_port
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 

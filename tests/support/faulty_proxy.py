@@ -24,7 +24,8 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, free_port
+from tests.support.ports import free_port
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect"})
 

@@ -14,7 +14,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 
 
 class RedisProxy:

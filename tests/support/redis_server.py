@@ -9,10 +9,8 @@ Promise to tests: `kill()` is kill -9, `restart()` comes back on the same port w
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -24,20 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from hiddenq.delivery.binary import find_server_program, server_config
-
-FIRST_PORT, LAST_PORT = 20000, 20999
-_ports = itertools.cycle(range(FIRST_PORT + os.getpid() % 500, LAST_PORT))
-
-
-def free_port() -> int:
-    """A port of the tests' range that nobody listens on."""
-    for port in itertools.islice(_ports, LAST_PORT - FIRST_PORT):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise RuntimeError(f"no free port from {FIRST_PORT} to {LAST_PORT}")
+from tests.support.ports import free_port
 
 
 class RedisServer:
@@ -99,7 +84,7 @@ class RedisServer:
                 env=self._environment,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         with self.client() as client:
             while True:
                 try:
@@ -107,6 +92,7 @@ class RedisServer:
                     return
                 except (redis.ConnectionError, redis.TimeoutError):
                     if self._process.poll() is not None or time.monotonic() > deadline:
+                        self.kill()
                         raise RuntimeError((self.folder / "server.log").read_text()[-2000:]) from None
                     time.sleep(0.02)
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,25 +27,11 @@ import boto3
 import pytest
 from botocore.config import Config
 
-FIRST_PORT, LAST_PORT = 23000, 23999
-GRPC_OFFSET = 10_000
-"""SeaweedFS puts each service's gRPC port so far above its HTTP port."""
+from tests.support.ports import free_port
+
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret-4f0c"
 BUCKET = "hiddenq-test"
 _START_SECONDS = 60.0
-_ports = itertools.cycle(range(FIRST_PORT + os.getpid() % 900, LAST_PORT))
-
-
-def free_port() -> int:
-    """A port of the tests' range that is free together with its gRPC port."""
-    for port in itertools.islice(_ports, LAST_PORT - FIRST_PORT):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
-            for number in (port, port + GRPC_OFFSET):
-                probe = probes.enter_context(socket.socket())
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", number))
-            return port
-    raise RuntimeError(f"no free port from {FIRST_PORT} to {LAST_PORT}")
 
 
 @dataclass

@@ -18,8 +18,8 @@ from hiddenq.contracts.errors import DamagedShard, RunMismatch, StoreRefused, Us
 from hiddenq.delivery import Ledger, dead_letters, fleet, retry_dead
 from hiddenq.storage import LocalStore, Spool
 from hiddenq.storage.runfiles import load_manifest
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
-from tests.support.s3_server import free_port
 from tests.support.waiting import wait_until
 from tests.uploader.running import RunningUploader, finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
