@@ -38,7 +38,7 @@ from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.metrics import GpuWorkerMetrics
 from hiddenq.delivery import Consumer, RunRecord, connect, record_self_check, worker_name
 from hiddenq.delivery.connection import OUTAGE_SECONDS
-from hiddenq.storage import ObjectStore, Spool
+from hiddenq.storage import ObjectStore, Spool, SpoolPresence
 
 DEVICE_LOST_STATUS = 71
 LOOK_FOR_RUN_SECONDS = 1.0
@@ -79,6 +79,7 @@ def serve(settings: WorkerSettings, *, prepare: Callable[..., Ready] = make_read
         name=name,
         settings=record.delivery,
         report=status.report,
+        presence=SpoolPresence(spool.folder, spool.spool_id),
         on_stall=lambda claim, _: _drop_reservation(spool, claim.execution),
     )
     status.redis_away = lambda: consumer.redis_away

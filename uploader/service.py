@@ -30,7 +30,7 @@ from hiddenq.delivery import (
     run_state,
     worker_name,
 )
-from hiddenq.storage import Spool
+from hiddenq.storage import Spool, SpoolPresence
 from uploader.finish import finish_run, mirror_run
 from uploader.leftovers import remove_unfinished
 from uploader.reconcile import Reconciler
@@ -69,6 +69,7 @@ def serve(settings: UploaderSettings) -> int:
         name=name,
         settings=_delivery(client),
         report=status.report,
+        presence=SpoolPresence(spool.folder, spool.spool_id),
     )
     with contextlib.closing(client), consumer:
         if threading.current_thread() is threading.main_thread():

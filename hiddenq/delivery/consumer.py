@@ -39,6 +39,7 @@ from hiddenq.delivery.jobs import M
 from hiddenq.delivery.keeper import Keeper
 from hiddenq.delivery.settings import DeliverySettings
 from hiddenq.delivery.signals import StopSignals
+from hiddenq.delivery.spool_holders import Presence, SpoolHolders
 from hiddenq.delivery.transitions import Claim, Transitions
 
 
@@ -46,7 +47,8 @@ class Consumer(Endings[M]):
     """Claims jobs of one kind and ends them. Safe to call from several threads; a context manager.
 
     `queues` are tried in order. `report` says how the process is doing; it is asked at each heartbeat, and its spool is
-    kept alive. `on_stall(claim, tracebacks)` is called before a stage past its deadline ends the process.
+    kept alive. `presence` is the process's in its spool: a spool that is a copy of another one in use is refused.
+    `on_stall(claim, tracebacks)` is called before a stage past its deadline ends the process.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Consumer(Endings[M]):
         name: str,
         settings: DeliverySettings,
         report: Callable[[], WorkerReport],
+        presence: Presence | None = None,
         on_stall: Callable[[Claim[M], str], None] | None = None,
     ) -> None:
         self._ending = threading.Event()
@@ -91,6 +94,9 @@ class Consumer(Endings[M]):
             hand_back=self.hand_back,
         )
         self._signals: StopSignals | None = None
+        self._holders = (
+            SpoolHolders(client, presence, settings=settings, give_up=self._ending.is_set) if presence else None
+        )
         self._keeper = Keeper(
             client, self._moves, self._held, consumer=self, departure=self._departure, report=report, host=self._host
         )
@@ -101,10 +107,12 @@ class Consumer(Endings[M]):
         """Register, and begin to renew, report and reap.
 
         Raises:
-            UsageError: this host is drained.
+            UsageError: this host is drained, or the spool is a copy of one that is in use.
         """
         if self._patiently(lambda: self._client.sismember("hiddenq:drained", self._host)):
             raise UsageError(f"host {self._host} is drained; `hiddenq forget {self._host}` lets it work again")
+        if self._holders:
+            self._holders.start()
         self._patiently(self._keeper.beat)
         self._keeper.start()
 
@@ -114,6 +122,8 @@ class Consumer(Endings[M]):
         self._ending.set()
         self._keeper.close()
         self._departure.leave(withdraw=withdraw)
+        if self._holders:
+            self._holders.close()
         if self._signals:
             self._signals.uninstall()
 
@@ -165,7 +175,10 @@ class Consumer(Endings[M]):
 
         Raises:
             UnknownSchema: a message of a newer hiddenq; everything was handed back, and this process should end.
+            UsageError: the spool is a copy of one that is in use; likewise.
         """
+        if self._holders:
+            self._holders.check()
         return [] if self.stopping.is_set() else self._intake.claim(self.queues, limit)
 
     def enter(self, claim: Claim[M], stage: str) -> None:

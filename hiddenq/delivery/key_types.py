@@ -19,7 +19,8 @@ from hiddenq.contracts.errors import RedisRefused, words_of
 
 TYPES = {
     "string": r"hiddenq:(epoch|probe|swept|monitor:history|owner:.*|run:[^:]+:finishing)",
-    "hash": r"hiddenq:(workers|run:[^:]+(:ledger|:totals)?|spool:[^:]+(:files)?)|rq:(job|execution):.*|rq:worker:[^:]+",
+    "hash": r"hiddenq:(workers|run:[^:]+(:ledger|:totals)?|spool:[^:]+(:files|:holders)?)"
+    r"|rq:(job|execution):.*|rq:worker:[^:]+",
     "list": r"hiddenq:run:[^:]+:(seconds|checks)|rq:queue:.*",
     "set": r"hiddenq:(runs|drained)|rq:(queues|workers(:.*)?|worker:[^:]+:executions)",
     "zset": r"hiddenq:(leases|delayed|executions|spools|workers:seen|run:[^:]+:(dead|foreign))"

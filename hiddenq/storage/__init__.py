@@ -15,6 +15,7 @@ from hiddenq.storage.location import holds_credentials, open_store
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.spool import Spool
 from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage
+from hiddenq.storage.spool_presence import SpoolPresence
 from hiddenq.storage.store import ObjectInfo, ObjectStore, StoreCapabilities, StoreObserver
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Spool",
     "SpoolEntry",
     "SpoolFile",
+    "SpoolPresence",
     "SpoolUsage",
     "StoreCapabilities",
     "StoreObserver",

@@ -8,6 +8,7 @@ bare, without following links. Nothing here is fsynced unless asked: what a powe
     spool_id               a UUID, made once: names the spool's queue and heartbeat
     .lock  .paused         one lock for reservations; there while workers wait for the low mark
     .tmp-<execution>-NAME  a reservation, perhaps half written
+    .holder-<token>        what each process in it shows the others (spool_presence.py)
     NAME                   a finished shard
     quarantine/            damaged shards with the reason beside each, outside the marks, with a cap of its own
 """

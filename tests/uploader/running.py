@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from hiddenq.contracts import names
 from hiddenq.contracts.messages import ShardReady
-from hiddenq.delivery import Consumer, Ledger, connect, dead_letters, fleet, run_state, worker_name
-from hiddenq.storage import ObjectStore, Spool
+from hiddenq.delivery import Consumer, DeliverySettings, Ledger, connect, dead_letters, fleet, run_state, worker_name
+from hiddenq.storage import ObjectStore, Spool, SpoolPresence
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -26,7 +26,9 @@ from uploader.status import UploaderStatus
 class RunningUploader:
     """An uploader in a thread."""
 
-    def __init__(self, server: RedisServer, spool: Spool, **settings: Any) -> None:
+    def __init__(
+        self, server: RedisServer, spool: Spool, *, delivery: DeliverySettings = FAST, **settings: Any
+    ) -> None:
         self.client = connect(server.url)
         self.registry = CollectorRegistry()
         name = worker_name("uploader")
@@ -36,8 +38,9 @@ class RunningUploader:
             names.upload_queue(spool.spool_id),
             ShardReady,
             name=name,
-            settings=FAST,
+            settings=delivery,
             report=self.status.report,
+            presence=SpoolPresence(spool.folder, spool.spool_id),
         )
         options = {"spool": spool.folder, "metrics_port": 0, "reconcile_seconds": 0.5, "nice": 0, **settings}
         self.uploader = Uploader(self.client, self.consumer, spool, self.status, UploaderSettings(**options))

@@ -1,7 +1,9 @@
-"""A spool mounted in the wrong place is found by its id or refused; no shard is lost, no batch made again twice."""
+"""A spool mounted in the wrong place, or copied, is found by its id or refused; no shard is lost, no batch made again
+twice."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import redis
 from hiddenq.contracts.errors import SpoolGone
 from hiddenq.delivery import Ledger, Reaper, connect, uploads_of
 from hiddenq.storage import LocalStore, Spool
+from tests.support.command import make_command
 from tests.support.redis_server import RedisServer, own_redis_server
 from tests.support.waiting import wait_until
 from tests.uploader.running import finished, invariant_holds, running_uploader
@@ -105,6 +108,29 @@ def test_an_empty_folder_in_the_place_of_a_spool_has_its_batches_made_again_once
         wait_until(lambda: back.files() == [], what="twins are removed")
     assert remakes(redis_client, run) == [1, 1, 1]
     invariant_holds(redis_client, run, store, back)
+
+
+def test_a_copy_of_a_spool_in_use_is_refused_in_one_line_and_costs_the_first_one_nothing(
+    run: SmallRun, redis_server: RedisServer, redis_client: redis.Redis, spool: Spool, store: LocalStore, tmp_path: Path
+) -> None:
+    run.settings = FAST.model_copy(update={"lease_seconds": 60.0})  # the first is alive, however slow this machine is
+    run.start(redis_client, store)
+    shards = run.extract(redis_client, spool, limit=1)
+    copy = Path(shutil.copytree(spool.folder, tmp_path / "copy"))
+    hiddenq = make_command(tmp_path, HIDDENQ_REDIS_URL=redis_server.url)
+    with running_uploader(redis_server, spool, delivery=run.settings):
+        ended = hiddenq("upload", "--spool", copy, "--uploaders", "1")
+        assert ended.status == 2, ended
+        [line] = [line for line in ended.err.splitlines() if line.startswith("hiddenq: ")]
+        assert f"--spool {copy}: it has the id of a spool that process " in line
+        assert f"in {spool.folder}, another folder" in line
+        assert f"delete {copy}/spool_id and start again" in line
+        shards += run.extract(redis_client, spool)
+        finished(redis_client, run)
+    committed = {entry.execution for entry in Ledger(redis_client, run.name).entries().values()}
+    assert committed == {shard.execution for shard in shards}
+    assert remakes(redis_client, run) == [0, 0, 0]
+    invariant_holds(redis_client, run, store, spool)
 
 
 @pytest.mark.parametrize("instead", ["nothing", "an empty folder", "another spool"])

@@ -35,6 +35,7 @@
 --   hiddenq:spools                          zset spool_id -> Redis time of its last heartbeat
 --   hiddenq:spool:{spool_id}                hash: host
 --   hiddenq:spool:{spool_id}:files          hash file name -> upload job that still needs it
+--   hiddenq:spool:{spool_id}:holders        hash token -> who works in which folder (JSON; spool_holders.py)
 --   hiddenq:workers                         hash "{role}:{target}" -> report (JSON)
 --   hiddenq:workers:seen                    zset "{role}:{target}" -> Redis time of its last report
 --   hiddenq:drained                         set of hosts that take no more work
