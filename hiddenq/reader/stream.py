@@ -61,7 +61,7 @@ class HiddenStatesStream(IterableDataset[Sample]):
             raise UsageError(f"threads {threads}, prefetch_bytes {prefetch_bytes}, seed {seed}: at least 1, 0 and 0")
         self.seed = seed
         self._epoch = torch.zeros((), dtype=torch.int64)
-        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._epoch.share_memory_()
         self._equal = equal
         self._dtype = dtype
         self._threads = threads

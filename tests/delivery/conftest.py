@@ -23,6 +23,7 @@ from hiddenq.delivery import (
     save_run,
     worker_name,
 )
+from hiddenq.delivery.connection import text
 from tests.support.redis_server import RedisServer, own_redis_server, redis_client, redis_server, shared_redis_server
 from tests.support.small_disk import small_disk
 
@@ -146,7 +147,11 @@ class Bench:
 
     def status(self, job_id: str) -> str:
         """RQ's status of a job; "" if there is none."""
-        return (self.client.hget(f"rq:job:{job_id}", "status") or b"").decode()
+        return self.field(job_id, "status")
+
+    def field(self, job_id: str, name: str) -> str:
+        """A field of a job's hash; "" if there is none."""
+        return text(self.client.hget(f"rq:job:{job_id}", name) or "")
 
     def upload_all(self, uploader: Consumer[ShardReady]) -> int:
         """Commit whatever waits in the uploader's spool; returns how many were committed."""

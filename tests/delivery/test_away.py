@@ -11,14 +11,15 @@ import pytest
 import redis
 
 from hiddenq.contracts.errors import RedisAway
-from hiddenq.delivery import DeliverySettings, Ledger, connect, enqueue
+from hiddenq.contracts.messages import BatchJob
+from hiddenq.delivery import Claim, Consumer, DeliverySettings, Ledger, connect, enqueue
 from tests.delivery.conftest import FAST, Bench, batch, entry, record, shard
 from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 
-def publish_in_thread(worker, claim) -> threading.Thread:  # type: ignore[no-untyped-def]
+def publish_in_thread(worker: Consumer[BatchJob], claim: Claim[BatchJob]) -> threading.Thread:
     thread = threading.Thread(target=lambda: worker.publish(claim, shard(claim)))
     thread.start()
     return thread

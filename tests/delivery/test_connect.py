@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from hiddenq.cli import exit_status, inspect, stages
+from hiddenq.cli import stages
 from hiddenq.contracts.errors import RedisAway, RedisRefused, UsageError
 from hiddenq.delivery import connect
+from tests.support.command import exit_status
 from tests.support.ports import free_port
 from tests.support.redis_proxy import RedisProxy
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
-
-assert inspect.status, "its commands are registered"
-assert stages.upload, "its commands are registered"
 
 
 @pytest.fixture(autouse=True)

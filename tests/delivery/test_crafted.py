@@ -56,7 +56,7 @@ def test_a_crafted_message_runs_nothing_and_goes_to_the_failed_registry_uncharge
     assert bench.client.hget("rq:job:run-000000", "attempts") is None
     assert bench.client.zrange("rq:failed:hiddenq-extract-run", 0, -1) == [b"run-000000"]
     with pytest.raises(AssertionError, match=text):
-        raise AssertionError((bench.client.hget("rq:job:run-000000", "exc_info") or b"").decode())
+        raise AssertionError(bench.field("run-000000", "exc_info"))
 
 
 def test_a_newer_schema_is_handed_back_uncharged_and_ends_the_process(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -149,7 +150,8 @@ def test_rqs_own_requeue_of_a_dead_letter_works(bench: Bench) -> None:
 def push(bench: Bench, batch_id: str) -> None:
     """A message that says it is the run's, however it came into Redis."""
     job_id = f"run-{batch_id}"
-    bench.client.hset(f"rq:job:{job_id}", mapping={**jobs.job_fields(batch(0)), "batch_id": batch_id})  # type: ignore[arg-type]
+    fields = jobs.job_fields(batch(0)) | {"batch_id": batch_id}
+    bench.client.hset(f"rq:job:{job_id}", items=list(itertools.chain(*fields.items())))
     bench.client.rpush("rq:queue:hiddenq-extract-run", job_id)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from hiddenq.cli import exit_status, inspect
 from hiddenq.contracts.errors import BadMessage, NonFiniteStates
 from hiddenq.delivery import enqueue, num_dead
 from tests.delivery.conftest import Bench, batch, record
+from tests.support.command import exit_status
 
-assert inspect.failed, "its commands are registered"
+Failed = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def failed(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def failed(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Failed:
     """`hiddenq failed …` on a run with three dead letters; returns the exit status and what it printed."""
     monkeypatch.setenv("HIDDENQ_REDIS_PASSWORD", bench.server.password)
     monkeypatch.setenv("COLUMNS", "160")
@@ -33,7 +34,7 @@ def failed(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def test_list_names_each_with_its_reason_and_says_how_many_more_there_are(failed) -> None:  # type: ignore[no-untyped-def]
+def test_list_names_each_with_its_reason_and_says_how_many_more_there_are(failed: Failed) -> None:
     status, said = failed("list")
     assert status == 0
     assert [line.split()[0] for line in said.splitlines()] == ["batch", "000000", "000001", "000002"]
@@ -46,8 +47,8 @@ def test_list_names_each_with_its_reason_and_says_how_many_more_there_are(failed
 
 
 def test_what_is_no_batch_of_the_plan_is_listed_with_its_reason_and_said_to_count_for_nothing(
-    failed, bench: Bench
-) -> None:  # type: ignore[no-untyped-def]
+    failed: Failed, bench: Bench
+) -> None:
     enqueue(bench.client, record(num_batches=4), [batch(900_000)])
     worker = bench.gpu_worker()
     for claim in worker.claim(3):
@@ -63,7 +64,7 @@ def test_what_is_no_batch_of_the_plan_is_listed_with_its_reason_and_said_to_coun
     assert "900000" not in failed("list")[1]
 
 
-def test_show_tells_every_attempts_story(failed) -> None:  # type: ignore[no-untyped-def]
+def test_show_tells_every_attempts_story(failed: Failed) -> None:
     status, said = failed("show", "000002")
     assert status == 0
     for part in ("attempt 1, 20", "cuda:3", "NonFiniteStates: NaN in layer 7 [of 000002]"):
@@ -75,7 +76,7 @@ def test_show_tells_every_attempts_story(failed) -> None:  # type: ignore[no-unt
 
 
 @pytest.mark.parametrize("action", ["show", "retry", "drop"])
-def test_a_batch_without_a_dead_letter_is_said_and_nothing_is_done(action: str, failed, bench: Bench) -> None:  # type: ignore[no-untyped-def]
+def test_a_batch_without_a_dead_letter_is_said_and_nothing_is_done(action: str, failed: Failed, bench: Bench) -> None:
     known = ["000001"] if action != "show" else []
     assert failed(action, *known, "999999") == (
         2,
@@ -84,7 +85,7 @@ def test_a_batch_without_a_dead_letter_is_said_and_nothing_is_done(action: str, 
     assert num_dead(bench.client, "run") == 3
 
 
-def test_retry_queues_again_and_drop_forgets(failed, bench: Bench) -> None:  # type: ignore[no-untyped-def]
+def test_retry_queues_again_and_drop_forgets(failed: Failed, bench: Bench) -> None:
     assert failed("retry", "000001") == (0, "1 batches queued again\n")
     assert bench.status("run-000001") == "queued"
     assert failed("drop") == (0, "2 dead letters dropped\n")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hiddenq.cli import exit_status, fleet
 from tests.delivery.conftest import Bench
-
-assert fleet.drain, "its commands are registered"
+from tests.support.command import exit_status
 
 
 @pytest.mark.parametrize(

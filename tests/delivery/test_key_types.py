@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from hiddenq.cli import exit_status, inspect
-from hiddenq.cli import fleet as fleet_commands
 from hiddenq.contracts.errors import NonFiniteStates, RedisRefused
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.delivery import (
@@ -22,11 +20,10 @@ from hiddenq.delivery import (
     record_self_check,
     self_checks,
 )
+from hiddenq.delivery.connection import text
 from hiddenq.delivery.key_types import expected_type
 from tests.delivery.conftest import FAST, SPOOL, Bench, entry, shard
-
-assert inspect.status, "its commands are registered"
-assert fleet_commands.drain, "its commands are registered"
+from tests.support.command import exit_status
 
 Hiddenq = Callable[..., tuple[int, str]]
 
@@ -73,8 +70,8 @@ def test_every_key_that_a_run_leaves_in_redis_is_known_with_its_type(
     with LocationLock(bench.client, str(tmp_path), settings=FAST, command="x"):
         wrong = {
             key: found
-            for key in map(bytes.decode, bench.client.keys("*"))
-            if (found := bench.client.type(key).decode()) != expected_type(key)
+            for key in map(text, bench.client.keys("*"))
+            if (found := text(bench.client.type(key))) != expected_type(key)
         }
     assert wrong == {}
     assert len(bench.client.keys("hiddenq:*")) > 15

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hiddenq.contracts.errors import LeaseLost
 from hiddenq.delivery import DeliverySettings, Reaper, dead_letters, retry_dead
+from hiddenq.delivery.connection import text
 from hiddenq.delivery.reaper import Evidence, Look, Reaping
 from hiddenq.delivery.scripts import Scripts
 from hiddenq.delivery.transitions import Failure, Transitions, new_executions
@@ -76,6 +77,12 @@ def reaped(bench: Bench, num: int, queue: str) -> None:
     wait_until(lambda: bench.client.llen(f"rq:queue:{queue}") == num and not bench.client.zcard("hiddenq:leases"))
 
 
+def run_out(bench: Bench) -> None:
+    """The one lease there is ends long ago."""
+    [lease] = bench.client.zrange("hiddenq:leases", 0, -1)
+    bench.client.zadd("hiddenq:leases", {text(lease): 1})
+
+
 @pytest.mark.parametrize("kind", ["upload", "extract"])
 def test_a_job_that_kills_its_process_off_the_gpu_is_set_aside_and_no_innocent_is_charged(
     bench: Bench, kind: str
@@ -85,7 +92,7 @@ def test_a_job_that_kills_its_process_off_the_gpu_is_set_aside_and_no_innocent_i
     if kind == "upload":
         bench.run_all(bench.gpu_worker())
         queue = f"hiddenq-upload-{SPOOL}"
-    poison = bench.client.lindex(f"rq:queue:{queue}", 0).decode()
+    poison = text(bench.client.lindex(f"rq:queue:{queue}", 0))
     with Reaper(bench.client, FASTER):
         for number in range(FASTER.deaths_until_alone):
             assert poison in die_holding(bench, queue, f"w{number}", stage="put")
@@ -96,9 +103,8 @@ def test_a_job_that_kills_its_process_off_the_gpu_is_set_aside_and_no_innocent_i
             while held != [poison]:  # the innocents are as suspect by now, and each is given out alone
                 assert len(held) == 1
                 moves = Transitions(bench.client, FASTER)
-                [execution] = [
-                    name.decode().rpartition(":")[2] for name in bench.client.zrange("hiddenq:leases", 0, -1)
-                ]
+                [lease] = bench.client.zrange("hiddenq:leases", 0, -1)
+                execution = text(lease).rpartition(":")[2]
                 assert moves.claim(queue, worker=f"alone{number}", host="gone", executions=new_executions(5)) == []
                 assert moves.give_back(held[0], execution, Failure(error="", delay_seconds=0)) == "retry"
                 bench.client.rpoplpush(f"rq:queue:{queue}", f"rq:queue:{queue}")
@@ -109,7 +115,7 @@ def test_a_job_that_kills_its_process_off_the_gpu_is_set_aside_and_no_innocent_i
     assert [attempt.number for attempt in letter.attempts] == [1, 2, 3, 4]
     assert all("while it held nothing but this job, in stage put" in attempt.error for attempt in letter.attempts)
     assert letter.reason == "its process died 4 times"
-    innocents = [job.decode() for job in bench.client.lrange(f"rq:queue:{queue}", 0, -1)]
+    innocents = [text(job) for job in bench.client.lrange(f"rq:queue:{queue}", 0, -1)]
     assert len(innocents) == 2
     assert {bench.client.hget(f"rq:job:{job}", "attempts") for job in innocents} == {None}
     assert retry_dead(bench.client, "run") == 1
@@ -157,7 +163,7 @@ def test_one_living_uploader_reaps_for_a_single_dead_gpu_worker(bench: Bench) ->
 def test_nobody_reaps_before_watching_redis_for_a_whole_lease(bench: Bench) -> None:
     bench.enqueue(1)
     claim_and_die(bench)
-    bench.client.zadd("hiddenq:leases", {bench.client.zrange("hiddenq:leases", 0, -1)[0]: 1})
+    run_out(bench)
     own = 100.0
     reaping = Reaping(bench.client, FAST, clock=lambda: own)
     assert reaping.once() is None
@@ -173,7 +179,7 @@ def test_nobody_reaps_before_watching_redis_for_a_whole_lease(bench: Bench) -> N
 def test_a_jump_of_the_redis_clock_reaps_nobody(bench: Bench) -> None:
     bench.enqueue(1)
     claim_and_die(bench)
-    bench.client.zadd("hiddenq:leases", {bench.client.zrange("hiddenq:leases", 0, -1)[0]: 1})
+    run_out(bench)
     verdict, *_ = Scripts(bench.client).run(
         "reap",
         expected_now=time.time() - 3600,
@@ -196,8 +202,8 @@ def test_a_clock_that_went_back_an_hour_neither_holds_leases_nor_loses_delayed_r
     worker.fail(first, RuntimeError("delayed"))
     claim_and_die(bench)
     for key in ("hiddenq:leases", "hiddenq:delayed"):
-        [(member, score)] = bench.client.zrange(key, 0, -1, withscores=True)
-        bench.client.zadd(key, {member: score + 3600})
+        [member] = bench.client.zrange(key, 0, -1)
+        bench.client.zincrby(key, 3600, text(member))
     wait_until(lambda: bench.client.llen("rq:queue:hiddenq-extract-run") == 2)
 
 

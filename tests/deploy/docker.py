@@ -21,12 +21,14 @@ DEPLOY = ROOT / "deploy"
 HOW = 'for one: python3 tests/deploy/engine.py start && eval "$(python3 tests/deploy/engine.py env)" (root, Debian)'
 
 
-def docker(*arguments: str | Path, check: bool = True, timeout: float = 600, **environment: str) -> str:
+def docker(
+    *arguments: str | Path, check: bool = True, timeout: float = 600, environment: Mapping[str, str] | None = None
+) -> str:
     """Run docker; its stdout. A failure shows what it said."""
     done = subprocess.run(
         ["docker", *map(str, arguments)],
         cwd=DEPLOY,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -44,8 +46,9 @@ def config(*files: str, profiles: tuple[str, ...] = (), environment: Mapping[str
         arguments += ["-f", file]
     for profile in profiles:
         arguments += ["--profile", profile]
-    text = docker("compose", "--env-file", "/dev/null", *arguments, "config", "--format", "json", **(environment or {}))
-    return json.loads(text)  # type: ignore[no-any-return]
+    arguments = ["compose", "--env-file", "/dev/null", *arguments, "config", "--format", "json"]
+    found: dict[str, Any] = json.loads(docker(*arguments, environment=environment))
+    return found
 
 
 def require_compose() -> None:

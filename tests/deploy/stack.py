@@ -65,7 +65,7 @@ class Stack:
         profiles = [part for profile in self.profiles for part in ("--profile", profile)]
         return docker(
             "compose", "-p", self.project, "--env-file", self.env_file, *files, *profiles, *arguments,
-            timeout=timeout, check=check, **self.environment,
+            timeout=timeout, check=check, environment=self.environment,
         )  # fmt: skip
 
     def containers(self) -> dict[str, dict[str, Any]]:
@@ -76,7 +76,8 @@ class Stack:
     def inspect(self, service: str) -> dict[str, Any]:
         """What the engine knows of a service's container."""
         name = self.containers()[service]["Name"]
-        return json.loads(docker("inspect", name))[0]  # type: ignore[no-any-return]
+        [found] = json.loads(docker("inspect", name))
+        return dict(found)
 
     def is_healthy(self, *services: str) -> bool:
         """Whether these run and pass their health checks."""
@@ -186,7 +187,7 @@ class Output:
 def prometheus(query: str) -> list[dict[str, Any]]:
     """An instant query's answer."""
     with urlopen(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/query?query={quote(query)}", timeout=10) as answer:
-        return json.load(answer)["data"]["result"]  # type: ignore[no-any-return]
+        return [dict(series) for series in json.load(answer)["data"]["result"]]
 
 
 def wait(condition: Callable[[], Any], what: str, *, seconds: float = 240) -> Any:

@@ -89,7 +89,7 @@ def test_redis_that_refuses_us_is_an_error_without_a_secret_in_it(
 
 
 def test_an_eviction_policy_is_an_error_and_missing_durability_or_password_a_warning(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "open", password="", **{"appendonly": "no"})
+    server = RedisServer(tmp_path / "open", password="", appendonly="no")
     try:
         text = whats(list(check_queue(server.bare_url)), "warning")
         assert "keeps no append-only file" in text

@@ -97,6 +97,5 @@ def _failures_explained(client: redis.Redis, run: SmallRun, poison: Set[str]) ->
 def _same(what: str, found: object, expected: object) -> None:
     if found != expected:
         if isinstance(found, set) and isinstance(expected, set):
-            found, expected = sorted(found - expected), sorted(expected - found)
-            raise Broken(f"{what}: too many: {found}; missing: {expected}")
+            raise Broken(f"{what}: too many: {sorted(found - expected)}; missing: {sorted(expected - found)}")
         raise Broken(f"{what}: found {str(found)[:2000]}, expected {str(expected)[:2000]}")

@@ -110,8 +110,8 @@ def test_no_batch_and_no_self_check_of_a_run_waits_for_the_compiler(
         extract(extractor, token_rows(lengths))
     before = num_compiled()
     assert before > 0
-    for lengths in ((64, 64), (61, 37, 50), (30, 11), (9,)):
-        check_shortest(extractor, token_rows(lengths))
+    for later in ((64, 64), (61, 37, 50), (30, 11), (9,)):
+        check_shortest(extractor, token_rows(later))
     assert num_compiled() == before
 
 

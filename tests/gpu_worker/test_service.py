@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from gpu_worker import WorkerSettings, runs, serve, service, startup
+from gpu_worker.decoder import Decoder, find_decoder
 from gpu_worker.extraction import Extractor
 from gpu_worker.memory import OutOfMemory
 from gpu_worker.run_table import RunTable
@@ -69,10 +70,8 @@ def meddle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., 
     handles: list[Any] = []
 
     def install(hook: Callable[..., Any]) -> None:
-        find = startup.find_decoder
-
-        def find_and_meddle(*arguments: Any) -> Any:
-            decoder = find(*arguments)
+        def find_and_meddle(*arguments: Any) -> Decoder:
+            decoder = find_decoder(*arguments)
             handles.append(decoder.layers[1].register_forward_hook(hook))
             return decoder
 
@@ -331,7 +330,8 @@ def test_messages_that_are_no_batches_of_the_run_are_set_aside_unread_and_cost_t
 
 
 def test_a_worker_whose_lease_is_lost_deletes_its_own_file(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, lost = Consumer.publish, []
+    publish = Consumer.publish
+    lost: list[Any] = []
 
     def lose_one(self: Any, claim: Any, shard: Any) -> None:
         if not lost:

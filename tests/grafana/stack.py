@@ -57,7 +57,6 @@ class Stack:
     """What a test may ask and do."""
 
     folder: Path
-    redis: RedisServer
     client: redis.Redis
     s3: S3Server
     record: RunRecord
@@ -150,7 +149,7 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         record = load_run(client).model_copy(update={"delivery": DELIVERY})
         save_run(client, record)
 
-        watched = Stack(folder, server, client, s3, record, f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
+        watched = Stack(folder, client, s3, record, f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
         stack.callback(_end, watched)
         webhook = stack.enter_context(_webhook(watched.told))
         monitor = _start_monitor(watched, environment)

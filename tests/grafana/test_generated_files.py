@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
@@ -51,7 +52,7 @@ def test_no_file_is_left_over_from_an_older_builder() -> None:
 
 
 @pytest.mark.parametrize("dashboard", dashboards(), ids=lambda one: one["uid"])
-def test_every_panel_has_unit_description_link_empty_state_and_its_own_place(dashboard: dict) -> None:
+def test_every_panel_has_unit_description_link_empty_state_and_its_own_place(dashboard: dict[str, Any]) -> None:
     places: set[tuple[int, int]] = set()
     ids: set[int] = set()
     for panel in panels(dashboard):
@@ -76,7 +77,7 @@ def test_every_panel_has_unit_description_link_empty_state_and_its_own_place(das
 
 
 @pytest.mark.parametrize("dashboard", dashboards(), ids=lambda one: one["uid"])
-def test_every_dashboard_has_variables_links_and_marks_alerts_and_deploys(dashboard: dict) -> None:
+def test_every_dashboard_has_variables_links_and_marks_alerts_and_deploys(dashboard: dict[str, Any]) -> None:
     assert dashboard["templating"]["list"]
     assert all(one["includeAll"] and one["allValue"] == ".*" for one in dashboard["templating"]["list"])
     assert [one["name"] for one in dashboard["annotations"]["list"]] == ["Alerts", "Deploys", "Workers joined"]

@@ -14,8 +14,9 @@ import math
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -51,7 +52,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def panel(stack: Stack, dashboard: str, title: str, index: int = 0, **variables: str) -> float:
+def panel(
+    stack: Stack, dashboard: str, title: str, variables: Mapping[str, str] = MappingProxyType({}), *, index: int = 0
+) -> float:
     """The sum of what a panel's query shows now."""
     for one in dashboards():
         if one["uid"] == f"hiddenq-{dashboard}":
@@ -171,20 +174,20 @@ def test_panels_show_what_ledger_and_store_hold(stack: Stack) -> None:
 
     def wrong() -> dict[str, tuple[float | None, float]]:
         shown_and_true = {
-            "Done": (panel(stack, "run", "Done", **run), totals.num_tokens / config.num_tokens),
-            "Samples": (panel(stack, "run", "Samples", **run), totals.num_samples),
-            "Samples in all": (panel(stack, "run", "Samples", **run), totals.num_samples),
-            "Batches": (panel(stack, "run", "Batches", **run), len(objects)),
-            "In the store": (panel(stack, "run", "In the store", **run), stored),
-            "Complete": (panel(stack, "run", "Complete", **run), 0),
-            "Tokens": (panel(stack, "run", "Tokens", **run), totals.num_tokens),
-            "Tokens in all": (panel(stack, "run", "Tokens", 1, **run), config.num_tokens),
-            "Dead letters": (panel(stack, "fleet", "Dead letters", run="made"), 1),
-            "Batches that wait": (panel(stack, "fleet", "Batches that wait", **run), 0),
-            "Shards that wait": (panel(stack, "uploads", "Shards that wait", **run), 0),
+            "Done": (panel(stack, "run", "Done", run), totals.num_tokens / config.num_tokens),
+            "Samples": (panel(stack, "run", "Samples", run), totals.num_samples),
+            "Samples in all": (panel(stack, "run", "Samples", run), totals.num_samples),
+            "Batches": (panel(stack, "run", "Batches", run), len(objects)),
+            "In the store": (panel(stack, "run", "In the store", run), stored),
+            "Complete": (panel(stack, "run", "Complete", run), 0),
+            "Tokens": (panel(stack, "run", "Tokens", run), totals.num_tokens),
+            "Tokens in all": (panel(stack, "run", "Tokens", run, index=1), config.num_tokens),
+            "Dead letters": (panel(stack, "fleet", "Dead letters", {"run": "made"}), 1),
+            "Batches that wait": (panel(stack, "fleet", "Batches that wait", run), 0),
+            "Shards that wait": (panel(stack, "uploads", "Shards that wait", run), 0),
             "GPU workers alive": (panel(stack, "fleet", "GPU workers alive"), 1),
             "Redis answers": (panel(stack, "fleet", "Redis answers"), 1),
-            "Files in the spool": (panel(stack, "uploads", "Files in the spool", 1, **run), 0),
+            "Files in the spool": (panel(stack, "uploads", "Files in the spool", run, index=1), 0),
             "Scraped targets": (panel(stack, "fleet", "Scraped targets"), 6),
             "executed batches": (stack.value(f"sum(hiddenq_gpu_worker_batches_total{of_run})"), len(objects)),
             "executed tokens": (
@@ -222,6 +225,7 @@ def test_a_stopped_worker_a_killed_one_and_a_store_that_is_gone_are_told_in_time
     stopped = signal_process(stack, "worker node1", signal.SIGSTOP)
     killed = signal_process(stack, "worker node2", signal.SIGKILL)
     # A forward pass that never returns: the heart beats, and no batch is finished.
+    assert stack.made_worker is not None
     stack.made_worker.say(state="busy", batch_id="000000", utilization=1.0)
     hung = time.time()
     steps = 5 * LOOK_SECONDS + SLACK_SECONDS  # heartbeat, look, scrape, evaluation, Alertmanager's group_wait

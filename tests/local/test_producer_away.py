@@ -32,6 +32,11 @@ def knocks(port: int, num: int) -> None:
             listener.accept()[0].close()
 
 
+def has_enqueued(producer: ProducerProcess) -> bool:
+    producer.poll()
+    return not producer.is_enqueuing
+
+
 @pytest.mark.slow
 def test_a_producer_that_starts_again_while_redis_is_away_waits_and_enqueues(
     own_redis_server: RedisServer, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -42,14 +47,14 @@ def test_a_producer_that_starts_again_while_redis_is_away_waits_and_enqueues(
     settings = ProducerSettings(model=str(models["llama"]), data=(str(data),), target_layers="1", processes=1)
     with ProducerProcess(settings, str(tmp_path / "out"), StoreSettings(), DeliverySettings()) as producer:
         record = producer.wait_for_record()
-        wait_until(lambda: producer.poll() or not producer.is_enqueuing)
+        wait_until(lambda: has_enqueued(producer))
         own_redis_server.kill()
         producer.start_again()
         knocks(own_redis_server.port, 4)
         producer.poll()
         assert producer.is_enqueuing, "it waits"
         own_redis_server.start()
-        wait_until(lambda: producer.poll() or not producer.is_enqueuing)
+        wait_until(lambda: has_enqueued(producer))
         assert producer.num_starts == 2
         assert producer.report is not None
         assert producer.report.num_held == record.config.num_batches, "what Redis kept is not queued again"

@@ -17,6 +17,7 @@ from hiddenq.storage import StoreSettings, open_store
 from tests.local.conftest import ALONE, chats, shard_files, write_rows
 from tests.support.command import Command, Ended, lines_of, make_command
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
+from tests.support.samples import both_states
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def plain_states(model: Any, input_ids: torch.Tensor) -> tuple[list[torch.Tensor
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text"])
@@ -72,12 +73,13 @@ def test_every_layer_of_every_sample_equals_a_plain_forward_of_that_sample_alone
     for sample_id in run.sample_ids:
         sample = run[int(sample_id)]
         layers, final, logits = plain_states(model, sample.input_ids)
-        assert sample.hidden_states.shape == (len(sample.input_ids), 4, 64)
+        stored, stored_final = both_states(sample)
+        assert stored.shape == (len(sample.input_ids), 4, 64)
         for layer in range(4):
-            assert relative(sample.hidden_states[:, layer], layers[layer]) < 1e-5, f"layer {layer} of {sample_id}"
-        assert relative(sample.final_hidden_state, final) < 1e-5
+            assert relative(stored[:, layer], layers[layer]) < 1e-5, f"layer {layer} of {sample_id}"
+        assert relative(stored_final, final) < 1e-5
         with torch.inference_mode():
-            assert relative(head(norm(sample.final_hidden_state)), logits) < 1e-5
+            assert relative(head(norm(stored_final)), logits) < 1e-5
 
 
 def test_a_second_run_has_nothing_to_do_and_does_no_forward_pass(
@@ -189,7 +191,7 @@ def test_a_run_into_s3_is_complete_and_resumes(
     settings = StoreSettings(endpoint_url=s3_server.endpoint_url, region="us-east-1")
     run = hiddenq.open_run(s3_location.uri, settings)
     assert len(run) == 8
-    assert run[3].hidden_states.shape[1:] == (2, 64)
+    assert both_states(run[3])[0].shape[1:] == (2, 64)
     store = open_store(s3_location.uri, settings)
     places = {info.key: store.get_bytes(info.key) for info in store.list()}
     private = [path for path in home.rglob("*") if path.is_file() and path.stat().st_mode & 0o077 == 0]
@@ -219,14 +221,13 @@ def test_a_real_model_in_bf16_is_as_close_to_its_own_fp32_as_transformers_is(
         sample = run[sample_id]
         truth, final, _ = plain_states(exact, sample.input_ids)
         theirs, their_final, _ = plain_states(rounded, sample.input_ids)
-        pairs = [
-            (sample.hidden_states[:, n], theirs[layer], truth[layer]) for n, layer in enumerate(run.target_layer_ids)
-        ]
-        for ours, plain, expected in [*pairs, (sample.final_hidden_state, their_final, final)]:
+        hidden, our_final = both_states(sample)
+        pairs = [(hidden[:, n], theirs[layer], truth[layer]) for n, layer in enumerate(run.target_layer_ids)]
+        for ours, plain, expected in [*pairs, (our_final, their_final, final)]:
             assert distance(ours, expected) <= 1.1 * distance(plain, expected) + 1e-4
             assert distance(ours, expected) < 5e-2, "thirty layers of bf16"
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The root mean square of the difference, relative to that of the expected states."""
-    return ((found.float() - expected).norm() / expected.norm()).item()
+    return float((found.float() - expected).norm() / expected.norm())

@@ -10,9 +10,9 @@ import pytest
 
 import hiddenq
 from tests.local.conftest import ALONE, chats, write_rows
-from tests.local.test_run import lines_of
-from tests.support.command import Command, make_command
+from tests.support.command import Command, lines_of, make_command
 from tests.support.redis_server import RedisServer, redis_server, shared_redis_server  # noqa: F401  fixtures
+from tests.support.samples import both_states
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_produce_worker_and_upload_complete_a_run_together(
     assert json.loads((out / "manifest.json").read_text())["complete"] is True
     run = hiddenq.open_run(out)
     assert len(run) == 8
-    assert run[5].hidden_states.shape[1:] == (2, 64)
+    assert both_states(run[5])[0].shape[1:] == (2, 64)
     status = fleet("status", "--out", out, "--json")
     assert json.loads(status.out)["complete"] is True, status
 

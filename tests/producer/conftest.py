@@ -93,9 +93,9 @@ def produce(model: Path, tmp_path: Path) -> Produce:
 
     def run(rows: Iterable[Any], **settings: Any) -> Outcome:
         data = write_lines(tmp_path / "rows.jsonl", rows)
-        fields = {"model": str(model), "data": (str(data),), "target_layers": "1,2", "max_rejected": 1.0} | settings
+        settings = {"model": str(model), "data": (str(data),), "target_layers": "1,2", "max_rejected": 1.0, **settings}
         store = open_store(tmp_path / "out")
-        return Outcome(prepared=prepare(ProducerSettings(**fields), store), store=store)
+        return Outcome(prepared=prepare(ProducerSettings(**settings), store), store=store)
 
     return run
 

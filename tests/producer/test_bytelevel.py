@@ -21,12 +21,15 @@ SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pa
 
 
 @functools.cache
-def backend_of(name: str) -> Any:
+def backend_of(name: str) -> Tokenizer:
     if name == "tiny":
-        return tiny_tokenizer().backend_tokenizer
-    chat = real_encoder(name).chat
-    assert chat is not None
-    return chat.backend
+        backend = tiny_tokenizer().backend_tokenizer
+    else:
+        chat = real_encoder(name).chat
+        assert chat is not None
+        backend = chat.backend
+    assert isinstance(backend, Tokenizer)
+    return backend
 
 
 @functools.cache

@@ -21,7 +21,7 @@ GENERATION_TEMPLATE = (
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CASES = [(name, row, {}) for name in NAMES for row in ROWS]
+CASES: list[tuple[str, str, dict[str, Any]]] = [(name, row, {}) for name in NAMES for row in ROWS]
 CASES += [("qwen3", row, {"template_arguments": {"enable_thinking": False}}) for row in ROWS]
 CASES += [("smollm2", row, {"chat_template": GENERATION_TEMPLATE}) for row in ("one_turn", "three_turns")]
 TEMPLATES = [
@@ -54,6 +54,7 @@ def segments(name: str, row: str, options: dict[str, Any]) -> dict[str, Any]:
             runs.append(([], bit))
         runs[-1][0].append(token)
     backend = encoder.chat.backend
+    assert backend is not None
     return {
         "num_tokens": len(ids),
         "segments": [[bit, backend.decode(run, skip_special_tokens=False)] for run, bit in runs],

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,7 @@ print("\\n" + json.dumps(found))
 """
 
 
-def lines(rows: list[object]) -> bytes:
+def lines(rows: Iterable[object]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 

@@ -23,9 +23,10 @@ def save(folder: Path, config: Any, **fields: Any) -> Path:
     return folder
 
 
-def index(folder: Path, *files: str) -> None:
-    text = json.dumps({"weight_map": {f"layer.{number}": file for number, file in enumerate(files)}})
-    (folder / "model.safetensors.index.json").write_text(text)
+def index(folder: Path, *files: str) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {f"layer.{number}": file for number, file in enumerate(files)}}))
+    return path
 
 
 def identify(folder: Path, **options: Any) -> ModelIdentity:

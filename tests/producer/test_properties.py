@@ -100,6 +100,7 @@ def test_a_prompt_of_text_and_one_of_turns_do_not_depend_on_each_other(tmp_path:
 def test_any_text_of_an_assistant_is_what_the_mask_covers(encoders: dict[str, Encoder], texts: list[str]) -> None:
     encoder = encoders["messages"]
     assert encoder.chat is not None
+    assert encoder.chat.backend is not None
     block = encode_rows(make_roomy(encoder), [chat(*texts)])
     for ids, mask in split_samples(block).values():
         said = encoder.chat.backend.decode(

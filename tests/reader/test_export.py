@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hiddenq.cli import exit_status, training  # noqa: F401  registers `export`
 from hiddenq.contracts.errors import DamagedShard, UsageError
 from hiddenq.reader import open_run
 from hiddenq.reader.exports import STATEMENT, ExportSettings, ExportStatement, export
 from hiddenq.reader.exports.vocabulary import count_tokens
+from tests.support.command import exit_status
 from tests.support.made_run import MadeRun
 from tests.support.models import build_model, tiny_config
 

@@ -12,11 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hiddenq
-import hiddenq.cli.inspect
-import hiddenq.cli.training
-from hiddenq.cli import exit_status
 from hiddenq.reader import verify
-from tests.support.command import Command, make_command
+from tests.support.command import Command, exit_status, make_command
 from tests.support.models import save_tiny_model
 
 WORDS = [

@@ -17,6 +17,7 @@ from hiddenq.storage import StoreSettings, open_store, s3_client
 from tests.support.faulty_proxy import Answer, FaultyProxy, Request, Reset, faulty_proxy
 from tests.support.made_run import MadeRun
 from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
+from tests.support.samples import both_states
 from tests.support.waiting import wait_until
 
 __all__ = ["faulty_proxy", "s3_location", "s3_server"]
@@ -58,9 +59,8 @@ def test_a_run_in_a_bucket_reads_streams_verifies_and_exports(
     for sample_id in local:
         for name in ("input_ids", "loss_mask", "hidden_states", "final_hidden_state"):
             assert torch.equal(getattr(run[sample_id], name), getattr(local[sample_id], name))
-    assert torch.equal(
-        run.target_head.logits(run[0].final_hidden_state), local.target_head.logits(local[0].final_hidden_state)
-    )
+    logits, wanted = (each.target_head.logits(both_states(each[0])[1]) for each in (run, local))
+    assert torch.equal(logits, wanted)
     assert sorted(sample.sample_id for sample in HiddenStatesStream(run)) == sorted(local)
     loader = DataLoader(HiddenStatesDataset(run), batch_size=4, collate_fn=collate, num_workers=1)
     assert [int(each) for batch in loader for each in batch["sample_ids"]] == list(local)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from hiddenq.cli import exit_status, training  # noqa: F401  registers `sample`
 from hiddenq.reader import open_run, show_sample
 from hiddenq.reader.show import CLOSE, OPEN, layer_norms
+from tests.support.command import exit_status
 from tests.support.made_run import MadeRun
 from tests.support.models import tiny_tokenizer
 

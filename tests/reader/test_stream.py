@@ -194,7 +194,7 @@ def test_large_samples_come_out_of_workers_whole_though_their_memory_is_used_aga
         ({"seed": -1}, "seed -1"),
     ],
 )
-def test_a_stream_that_can_not_be_is_refused(make: Make, fields: dict[str, int], text: str) -> None:
+def test_a_stream_that_can_not_be_is_refused(make: Make, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         HiddenStatesStream(make().folder, **fields)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from gpu_worker.decoder import find_decoder
 from gpu_worker.head_probe import describe_head, take_layers_out
@@ -27,7 +29,7 @@ from tests.support.models import build_model, save_tiny_model, tiny_config
 
 Make = Callable[..., MadeRun]
 TOKENS = torch.arange(3, 27)
-SCALED = {
+SCALED: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "cohere": {"logit_scale": 0.0625},
     "cohere2": {"logit_scale": 0.25},
@@ -37,7 +39,7 @@ CASES = ["llama", "qwen3", "cohere", "cohere2", "gemma2", "gemma3_text", "granit
 CASES += ["minicpm3", "vaultgemma", "recurrent_gemma", "nemotron", "olmo", "olmo2", "phi", "qwen3_next", "mamba", "opt"]
 
 
-def states_and_logits(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def states_and_logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """(state before the final norm [S, H], logits [S, V]) of a whole causal model."""
     norm = find_decoder(model.base_model, model.config.vocab_size).norm
     assert norm is not None

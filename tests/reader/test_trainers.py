@@ -43,12 +43,12 @@ def test_speculators_own_loader_reads_the_export_and_takes_our_datasets(
     for command in page.commands:
         if "--to speculators" in command:
             type_command(command, tmp_path)
-    for name, fields in {
-        "plain": {"draft_vocab_size": 48, "seed": 2},
-        "linked": {"link": True, "seed": 2},
-        "fp8": {"dtype": "float8_e4m3fn", "seed": 2},
+    for name, settings in {
+        "plain": ExportSettings(format="speculators", draft_vocab_size=48, seed=2),
+        "linked": ExportSettings(format="speculators", link=True, seed=2),
+        "fp8": ExportSettings(format="speculators", dtype="float8_e4m3fn", seed=2),
     }.items():
-        export(model_run.folder, ExportSettings(format="speculators", **fields), tmp_path / name)
+        export(model_run.folder, settings, tmp_path / name)
     folders = ("plain", "linked", "fp8", str(model_run.folder))
     run_loader(trainers, "speculators_loader.py", tmp_path, page.code["speculators"], *folders)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from hiddenq.reader.exports import ExportSettings, export
 from hiddenq.storage import open_store
 from tests.support.made_run import MadeRun, make_run
 from tests.support.models import build_model, save_tiny_model, tiny_config
+from tests.support.samples import both_states
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, HIDDEN_SIZE, LAYERS = 32, 24, 64, (1, 2, 4)
-TARGET = {"num_hidden_layers": 6, "vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
+TARGET: dict[str, Any] = {"num_hidden_layers": 6, "vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
 
 
 @dataclass
@@ -114,10 +116,8 @@ def streamed(made: MadeRun, _folder: Path) -> Data:
     run = open_run(made.folder)
 
     def item(sample: Sample) -> tuple[torch.Tensor, ...]:
-        assert sample.hidden_states is not None
-        assert sample.final_hidden_state is not None
-        final = run.target_head.post_norm(sample.final_hidden_state).float()
-        return sample.input_ids, sample.loss_mask, sample.hidden_states.flatten(1).float(), final
+        hidden, final = both_states(sample)
+        return sample.input_ids, sample.loss_mask, hidden.flatten(1).float(), run.target_head.post_norm(final).float()
 
     return Data(*map(torch.stack, zip(*map(item, HiddenStatesStream(run)), strict=True)))
 

@@ -8,13 +8,12 @@ from typing import get_args
 
 import pytest
 
-import hiddenq.cli.inspect  # noqa: F401 (it registers its commands)
-from hiddenq.cli import exit_status
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import StoreRefused, UsageError
 from hiddenq.reader import VerifyReport, verify
 from hiddenq.reader.checks.report import TODO, FindingKind
 from hiddenq.storage import LocalStore
+from tests.support.command import exit_status
 from tests.support.made_run import MadeRun
 
 Make = Callable[..., MadeRun]

@@ -8,9 +8,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import hiddenq.cli.inspect
-import hiddenq.cli.training  # noqa: F401
-from hiddenq.cli import exit_status
+from tests.support.command import exit_status
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(

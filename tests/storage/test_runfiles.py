@@ -28,7 +28,7 @@ KEY = "tokens/part-00000.safetensors"
 
 def part(**changes: Any) -> bytes:
     """Three samples: ids 10, 20 and 30 with one, two and three tokens."""
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "offsets": np.array([0, 1, 3, 6], np.int64),
         "sample_ids": np.array([10, 20, 30], np.int64),
         "input_ids": np.arange(6, dtype=np.int32),
@@ -49,7 +49,7 @@ def test_rows_come_back_as_written_and_can_be_written_to(store: ObjectStore) -> 
     assert [row.sample_id for row in rows] == [20, 30]
     assert [row.input_ids.tolist() for row in rows] == [[1, 2], [3, 4, 5]]
     assert [row.loss_mask.tolist() for row in rows] == [[0, 1], [0, 0, 1]]
-    assert (rows[0].input_ids.dtype, rows[0].loss_mask.dtype) == (np.int32, np.uint8)
+    assert (rows[0].input_ids.dtype, rows[0].loss_mask.dtype) == (np.dtype("int32"), np.dtype("uint8"))
     rows[0].input_ids[0] = 7
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.support.faulty_proxy import (
     BlackHole,
     FaultyProxy,
     FlipByte,
+    Plan,
     Reset,
     Slow,
     completes,
@@ -203,20 +205,26 @@ def test_a_file_cut_or_flipped_while_it_is_sent_is_not_completed(
     store = store_at(faulty_proxy.endpoint_url, s3_location, notes, num_connections=2)
     num_bytes = 5 * PART
     path = tmp_path / NAME
-    for spoil, text in (
-        (lambda: os.truncate(path, 3 * PART), "cut: expected"),
-        (lambda: flip_last(path), "expected checksum"),
-    ):
+    spoilt: dict[str, Callable[[], None]] = {
+        "cut: expected": lambda: os.truncate(path, 3 * PART),
+        "expected checksum": lambda: flip_last(path),
+    }
+    for text, spoil in spoilt.items():
         path.write_bytes(bytes(num_bytes))
         checksum = crc.of_file(path)
         plan = faulty_proxy.plan(Slow(PART * 4), times=2, when=parts)
-        spoiler = threading.Thread(target=lambda: (wait_until(lambda: plan.num_met == 2), spoil()))  # noqa: B023
+        spoiler = threading.Thread(target=spoil_amid, args=(plan, spoil))
         spoiler.start()
         with pytest.raises(DamagedShard, match=text):
             store.put_file(KEY, path, checksum=checksum, num_bytes=num_bytes)
         spoiler.join()
         assert store.stat(KEY) is None
         assert open_uploads(s3_server, s3_location) == []
+
+
+def spoil_amid(plan: Plan, spoil: Callable[[], None]) -> None:
+    wait_until(lambda: plan.num_met == 2)
+    spoil()
 
 
 def flip_last(path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, UsageError
 from hiddenq.storage import Spool, SpoolEntry, quarantine, spool
+from hiddenq.storage.spool_file import allocate
 from tests.support.small_disk import SMALL_DISK_BYTES
 
 NOBODY = 65534
@@ -151,7 +152,6 @@ def test_bytes_are_set_aside_on_disk_without_holding_up_other_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Spool.open(tmp_path, high_bytes=1000)
-    allocate = spool.allocate
 
     def slowly(descriptor: int, num_bytes: int) -> None:
         if num_bytes == 600:

@@ -1,4 +1,7 @@
-"""The `hiddenq` command as a user types it: in a process of its own, with a home folder of the test's."""
+"""The `hiddenq` command as a user types it: in a process of its own, with a home folder of the test's.
+
+Where a test needs to see into it, `exit_status` runs a command in this process; every command is registered by then.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hiddenq.cli import app, exit_status, fleet, inspect, run, stages, training  # noqa: F401  each registers its commands
+
+__all__ = ["Command", "Ended", "app", "exit_status", "lines_of", "make_command", "processes_with"]
 
 
 @dataclass(frozen=True)

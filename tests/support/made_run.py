@@ -327,7 +327,7 @@ def _write_tokens(
             )
             ids_of_part += ids
         offsets = np.cumsum([0, *(len(samples[sample_id].input_ids) for sample_id in ids_of_part)])
-        tensors = {
+        tensors: dict[str, np.ndarray[Any, Any]] = {
             "offsets": offsets.astype(np.int64),
             "sample_ids": np.array(ids_of_part, np.int64),
             "input_ids": torch.cat([samples[i].input_ids for i in ids_of_part]).numpy().astype(np.int32),

@@ -105,8 +105,9 @@ def save_tiny_model(
 
 def save_fp8_model(folder: Path) -> Path:
     """Save a tiny checkpoint whose matrices are quantised to fp8 in blocks of 128 x 128."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
-    save_tiny_model(folder, **sizes, num_key_value_heads=4)
+    save_tiny_model(
+        folder, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4, head_dim=32
+    )
     weights = load_file(folder / "model.safetensors")
     for name in [name for name in weights if "proj" in name]:
         scale = weights[name].abs().max() / 448

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import typer
 
-from hiddenq.cli import app
+from tests.support.command import app
 
 NOT_SETTINGS = ("--version", "--help")
 
@@ -32,8 +31,6 @@ class Option(NamedTuple):
 @functools.cache
 def options() -> tuple[Option, ...]:
     """All of them."""
-    for module in ("run", "stages", "inspect", "training", "fleet"):
-        import_module(f"hiddenq.cli.{module}")
     return tuple(_of(typer.main.get_command(app), ()))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], *, seconds: float = 20.0, what: str = "") -> T:
+def wait_until(condition: Callable[[], T | Literal[False] | None], *, seconds: float = 20.0, what: str = "") -> T:
     """The first true value of `condition`; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

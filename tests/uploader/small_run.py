@@ -53,7 +53,7 @@ class SmallRun:
         """Everything that a producer leaves, `run.json` last."""
         samples = [row for batch in self.rows for row in batch]
         lengths = [len(ids) for _, ids, _ in samples]
-        part = {
+        part: dict[str, np.ndarray] = {
             "offsets": np.cumsum([0, *lengths]).astype(np.int64),
             "sample_ids": np.array([sample_id for sample_id, _, _ in samples], np.int64),
             "input_ids": np.concatenate([ids for _, ids, _ in samples]).astype(np.int32),
@@ -112,7 +112,7 @@ class SmallRun:
 
     def extract(self, client: redis.Redis, spool: Spool, limit: int = 1000) -> list[ShardReady]:
         """Do the GPU's work for up to `limit` batches."""
-        shards = []
+        shards: list[ShardReady] = []
         with self.worker(client, spool) as consumer:
             while len(shards) < limit and (claims := consumer.claim(1)):
                 for claim in claims:

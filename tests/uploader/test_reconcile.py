@@ -28,9 +28,8 @@ from hiddenq.delivery import (
 from hiddenq.storage import LocalStore, Spool, StoreObserver
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
-from tests.uploader.running import RunningUploader, invariant_holds, running_uploader
+from tests.uploader.running import RunningUploader, finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
-from tests.uploader.test_uploader_service import finished
 from uploader import UploaderSettings, reconcile
 from uploader.reconcile import Reconciler
 from uploader.runs import Runs

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -335,7 +336,7 @@ def test_no_uploader_imports_torch() -> None:
         ({"reconcile_seconds": 0}, "reconcile_seconds 0: expected a positive number"),
     ],
 )
-def test_settings_that_can_not_be_are_refused(tmp_path: Path, settings: dict[str, int], text: str) -> None:
+def test_settings_that_can_not_be_are_refused(tmp_path: Path, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         UploaderSettings(spool=tmp_path, **settings)
 

@@ -17,6 +17,7 @@ from nemo_automodel.components.datasets.llm.dspark_cache import (
 )
 
 import hiddenq
+from tests.support.samples import both_states
 
 
 def main(exported: str, location: str) -> None:
@@ -27,11 +28,12 @@ def main(exported: str, location: str) -> None:
     assert dataset.manifest["target_layer_ids"] == list(run.target_layer_ids)
     for row, sample_id in enumerate(order.tolist()):
         item, sample = dataset[row], run[sample_id]
+        hidden, final = both_states(sample)
         wanted = {
             "input_ids": sample.input_ids,
             "loss_mask": sample.loss_mask,
-            "target_hidden_states": sample.hidden_states.flatten(1),
-            "target_last_hidden_states": run.target_head.post_norm(sample.final_hidden_state),
+            "target_hidden_states": hidden.flatten(1),
+            "target_last_hidden_states": run.target_head.post_norm(final),
         }
         assert item.keys() == wanted.keys()
         for name, tensor in wanted.items():

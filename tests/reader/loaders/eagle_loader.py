@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import hiddenq
+from tests.support.samples import both_states
 
 WANTED = {"list_files", "CustomDataset", "DataCollatorWithPadding"}
 
@@ -30,7 +31,7 @@ def main(exported: str, location: str) -> None:
     assert len(dataset) == len(run), "every file below the folder is a sample"
     for path, item in zip(paths, dataset, strict=True):
         sample = run[int(order[int(Path(path).stem.removeprefix("data_"))])]
-        post_norm = run.target_head.post_norm(sample.final_hidden_state).float()
+        post_norm = run.target_head.post_norm(both_states(sample)[1]).float()
         assert torch.equal(item["hidden_state_big"][0], post_norm)
         assert torch.equal(item["target"][0, :-1], post_norm[1:])
         assert torch.equal(item["input_ids"][0, :-1], sample.input_ids[1:])

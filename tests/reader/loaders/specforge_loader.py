@@ -19,6 +19,7 @@ from specforge.training.vocab_mapping import count_effective_feature_tokens
 
 import hiddenq
 from hiddenq.reader import Run
+from tests.support.samples import both_states
 
 MAX_LEN = 64
 
@@ -29,8 +30,9 @@ def main(eagle3_folder: str, dflash_folder: str, dspark_folder: str, location: s
     reader = eagle3.build_offline_reader(eagle3_folder, **asked)
     for sample_id, item in items(run, eagle3_folder, reader, eagle3.build_offline_normalizer(MAX_LEN)):
         sample = run[sample_id]
-        same(item["hidden_state"], sample.hidden_states.flatten(1))
-        same(item["target"], run.target_head.post_norm(sample.final_hidden_state))
+        hidden, final = both_states(sample)
+        same(item["hidden_state"], hidden.flatten(1))
+        same(item["target"], run.target_head.post_norm(final))
         same(item["input_ids"], sample.input_ids)
         same(item["loss_mask"][:, :-1], sample.loss_mask[:-1])
     counts = torch.load(Path(eagle3_folder, "token_freq.pt"), weights_only=True)
@@ -47,10 +49,11 @@ def main(eagle3_folder: str, dflash_folder: str, dspark_folder: str, location: s
         normalizer = (dflash.build_dspark_offline_normalizer if last else dflash.build_offline_normalizer)(MAX_LEN)
         for sample_id, item in items(run, folder, reader, normalizer):
             sample = run[sample_id]
-            same(item["hidden_states"], sample.hidden_states.flatten(1))
+            hidden, final = both_states(sample)
+            same(item["hidden_states"], hidden.flatten(1))
             same(item["loss_mask"], sample.loss_mask)
             if last:
-                same(item["target_last_hidden_states"], run.target_head.post_norm(sample.final_hidden_state))
+                same(item["target_last_hidden_states"], run.target_head.post_norm(final))
     print("loaded")
 
 

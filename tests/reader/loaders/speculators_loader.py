@@ -17,6 +17,7 @@ from speculators.train.vocab_mapping import build_vocab_mappings_from_distributi
 
 import hiddenq
 from hiddenq.reader.trainers import SpeculatorsDataset, SpeculatorsTransfer
+from tests.support.samples import both_states
 
 
 def main(exported: str, linked: str, fp8: str, location: str) -> None:
@@ -28,9 +29,9 @@ def main(exported: str, linked: str, fp8: str, location: str) -> None:
     assert list(whole.approx_lengths) == [int(run.lengths[run.index.position(int(i))]) for i in order]
     for row, sample_id in enumerate(order):
         same(whole[row], SpeculatorsDataset(run, sample_ids=[int(sample_id)])[0])
-        sample = run[int(sample_id)]
-        assert torch.equal(whole[row]["hidden_states"], sample.hidden_states.flatten(1))
-        assert torch.equal(whole[row]["verifier_last_hidden_states"], sample.final_hidden_state)
+        hidden, final = both_states(run[int(sample_id)])
+        assert torch.equal(whole[row]["hidden_states"], hidden.flatten(1))
+        assert torch.equal(whole[row]["verifier_last_hidden_states"], final)
 
     train = ArrowDataset(max_len=64, datapath=exported, on_missing="raise", train_ratio=0.75, split="train")
     val = ArrowDataset(max_len=64, datapath=exported, on_missing="raise", train_ratio=0.75, split="val")
