@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from hiddenq import telemetry
 from hiddenq.contracts import names
@@ -35,7 +35,7 @@ from hiddenq.contracts.errors import (
 from hiddenq.contracts.messages import LedgerEntry, ShardReady
 from hiddenq.contracts.shard import header_num_bytes, parse_header
 from hiddenq.delivery import Claim, Consumer
-from hiddenq.storage import ObjectStore, Spool
+from hiddenq.storage import ObjectStore, RandomGrowingWait, Spool
 from hiddenq.storage.local import LocalStore
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
@@ -194,7 +194,7 @@ class ShardUpload:
 
         retrying = Retrying(
             retry=retry_if_exception_type((StoreAway, RedisAway)),
-            wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+            wait=RandomGrowingWait(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
             sleep=self._sleep,
             stop=lambda state: self._consumer.stopping.is_set() or self._is_in_the_way(shard.batch.run, state),
             before_sleep=before_sleep,

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 2.0, 60.0
 """Between two tries of a run, with jitter."""
 
+_random = random.SystemRandom()
+"""Not Python's own generator, which a process that trains has seeded."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Refusal:
@@ -38,7 +41,7 @@ class Refusals:
             if last is not None and now < last.until:
                 return last.until - now
             seconds = min(2 * last.seconds, LONGEST_WAIT_SECONDS) if last else FIRST_WAIT_SECONDS
-            until = now + seconds * random.uniform(0.5, 1.0)
+            until = now + seconds * _random.uniform(0.5, 1.0)
             self._by_run[run] = _Refusal(seconds=seconds, until=until, reason=str(error))
             return until - now
 

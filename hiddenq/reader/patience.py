@@ -21,10 +21,10 @@ from tenacity import (
     sleep_using_event,
     stop_after_delay,
     stop_when_event_set,
-    wait_random_exponential,
 )
 
 from hiddenq.contracts.errors import StoreAway
+from hiddenq.storage import RandomGrowingWait
 
 WAIT_SECONDS = 600.0
 MAX_PAUSE_SECONDS = 10.0
@@ -39,7 +39,7 @@ def patiently(wait_seconds: float = WAIT_SECONDS) -> Retrying:
     return Retrying(
         retry=retry_if_exception_type(StoreAway),
         stop=stop_after_delay(wait_seconds) | stop_when_event_set(leaving),
-        wait=wait_random_exponential(multiplier=0.2, max=MAX_PAUSE_SECONDS),
+        wait=RandomGrowingWait(multiplier=0.2, max=MAX_PAUSE_SECONDS),
         sleep=sleep_using_event(leaving),
         before_sleep=_say_waiting,
         reraise=True,

@@ -7,8 +7,10 @@ Consumes files and bytes, produces objects under one location; imports `hiddenq.
     spool*.py    finished shards before upload   quarantine.py damaged ones
     runfiles.py  the small files of a run        body.py       what a request sends
     files.py     file system calls               bandwidth.py  a limit that a host's uploaders share
+    backoff.py   how long between two tries
 """
 
+from hiddenq.storage.backoff import RandomGrowingWait
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.local import LocalStore
 from hiddenq.storage.location import holds_credentials, open_store
@@ -23,6 +25,7 @@ __all__ = [
     "LocalStore",
     "ObjectInfo",
     "ObjectStore",
+    "RandomGrowingWait",
     "Spool",
     "SpoolEntry",
     "SpoolFile",

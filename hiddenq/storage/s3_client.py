@@ -26,10 +26,10 @@ from tenacity import (
     stop_after_attempt,
     stop_after_delay,
     stop_all,
-    wait_random_exponential,
 )
 
 from hiddenq.contracts.errors import HiddenqError, StoreAway
+from hiddenq.storage.backoff import RandomGrowingWait
 from hiddenq.storage.s3_errors import EXPIRED, code_of, refusal_code, translate
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import StoreObserver
@@ -110,7 +110,7 @@ class S3Connection:
         retrying = Retrying(
             retry=retry_if_exception(_may_pass_soon),
             stop=stop_all(stop_after_attempt(num_attempts), stop_after_delay(self._patience_seconds)),
-            wait=wait_random_exponential(multiplier=WAIT_SECONDS, max=MAX_WAIT_SECONDS),
+            wait=RandomGrowingWait(multiplier=WAIT_SECONDS, max=MAX_WAIT_SECONDS),
             before_sleep=self._count,
             reraise=True,
         )

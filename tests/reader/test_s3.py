@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from pathlib import Path
 
@@ -163,6 +164,22 @@ def test_verify_and_an_export_wait_for_an_outage(
     done = export(model_run.folder, ExportSettings(format="eagle"), dest, dest_settings=through_proxy, threads=1)
     assert done.statement.complete
     assert writes.num_met == s3_client.NUM_ATTEMPTS + 2
+
+
+def test_a_stream_through_an_outage_draws_nothing_from_the_generators_that_a_trainer_has_seeded(
+    s3_location: S3Location,
+    faulty_proxy: FaultyProxy,
+    through_proxy: StoreSettings,
+) -> None:
+    reads = faulty_proxy.plan(Answer(503, "SlowDown"), times=s3_client.NUM_ATTEMPTS + 2, when=reads_shards)
+    random.seed(3)
+    torch.manual_seed(3)
+    before = random.getstate(), torch.get_rng_state()
+    num_samples = sum(1 for _ in HiddenStatesStream(open_run(s3_location.uri, through_proxy), threads=1))
+    assert num_samples > 0
+    assert reads.num_met == s3_client.NUM_ATTEMPTS + 2
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_a_stream_that_is_left_in_an_outage_does_not_wait_for_its_end(
