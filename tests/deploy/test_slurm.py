@@ -29,13 +29,14 @@ mkdir -p "$HIDDENQ_SPOOL"
 case $1 in
 doctor) exit "${DOCTOR_STATUS:-0}" ;;
 worker)
-    # Its last batch takes a while after it was asked to stop.
-    trap 'trap "" TERM; say "worker asked"; for _ in 1 2 3 4 5; do sleep 0.1; done
+    # Its last batch ends after Slurm has asked everyone.
+    trap 'trap "" TERM; say "worker asked"; until [ -e "$STAND_INS/all-asked" ]; do sleep 0.05; done
         touch "$HIDDENQ_SPOOL/000001-0123abcd.safetensors"; say "worker ends"; exit "${WORKER_STATUS:-0}"' TERM
-    touch "$STAND_INS/ready"
+    touch "$STAND_INS/worker-runs"
     while :; do sleep 0.05; done ;;
 upload)
     trap 'say "uploader ends"; exit 0' TERM
+    touch "$STAND_INS/upload-runs"
     while :; do
         for shard in "$HIDDENQ_SPOOL"/*.safetensors; do
             [ -e "$shard" ] && sleep 0.3 && rm "$shard" && say "uploaded"
@@ -44,6 +45,14 @@ upload)
     done ;;
 esac
 """
+
+
+def running(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """A job whose worker and uploader listen to signals."""
+    job = start(folder, **environment)
+    for name in ("worker-runs", "upload-runs"):
+        wait_until((folder / name).exists, what=name)
+    return job
 
 
 def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
@@ -78,7 +87,8 @@ def end(folder: Path, job: subprocess.Popen[bytes], *pids: int) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             time.sleep(0.1)
-        return job.wait(20)
+        (folder / "all-asked").touch()
+        return job.wait(60)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(task, signal.SIGKILL)
@@ -88,8 +98,7 @@ def end(folder: Path, job: subprocess.Popen[bytes], *pids: int) -> int:
 def test_at_the_time_limit_the_worker_ends_its_batch_and_the_uploader_what_is_in_the_spool(
     tmp_path: Path, status: int
 ) -> None:
-    job = start(tmp_path, WORKER_STATUS=str(status))
-    wait_until(lambda: (tmp_path / "ready").exists(), what="the worker runs")
+    job = running(tmp_path, WORKER_STATUS=str(status))
     assert end(tmp_path, job) == status
     lines = log(tmp_path)
     assert lines[0] == "doctor at redis://worker@10.8.0.1:6379/0 port none"
@@ -101,8 +110,7 @@ def test_at_the_time_limit_the_worker_ends_its_batch_and_the_uploader_what_is_in
 
 
 def test_an_uploader_that_slurm_ended_too_early_is_started_again_for_what_is_left(tmp_path: Path) -> None:
-    job = start(tmp_path)
-    wait_until(lambda: (tmp_path / "ready").exists(), what="the worker runs")
+    job = running(tmp_path)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()][1:]
     assert end(tmp_path, job, *pids) == 0
     lines = log(tmp_path)

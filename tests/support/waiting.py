@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T | Literal[False] | None], *, seconds: float = 20.0, what: str = "") -> T:
+def wait_until(condition: Callable[[], T | Literal[False] | None], *, seconds: float = 60.0, what: str = "") -> T:
     """The first true value of `condition`; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
