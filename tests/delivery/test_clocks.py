@@ -70,7 +70,7 @@ def test_real_processes_two_hours_apart_hold_their_leases_and_wake_retries_in_ti
         assert queued(bench) == 1, "no lease of a living process was reaped"
         for child in children:
             child.terminate()
-            _, errors = child.communicate(timeout=20)
+            _, errors = child.communicate(timeout=60)
             assert child.returncode == 0, errors
     assert [bench.status(f"run-{number:06d}") for number in range(6)] == ["finished"] * 6
     assert {bench.client.hget(f"rq:job:run-{number:06d}", "attempts") for number in range(6)} == {None}

@@ -112,10 +112,10 @@ def test_the_sampler_tells_of_readings_xids_and_a_lost_gpu() -> None:
         seconds=0.01,
     )
     sampler.start()
-    assert told.get(timeout=5) == ("reading", 71)
-    assert told.get(timeout=5) == ("xid", 79)
+    assert told.get(timeout=60) == ("reading", 71)
+    assert told.get(timeout=60) == ("xid", 79)
     nvml._broken["nvmlDeviceGetMemoryInfo"] = 15
-    while (found := told.get(timeout=5))[0] != "lost":
+    while (found := told.get(timeout=60))[0] != "lost":
         assert found[0] == "reading"
     assert found == ("lost", "NVML error 15")
     sampler.close()

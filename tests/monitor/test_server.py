@@ -45,7 +45,7 @@ class Monitor:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -269,15 +269,15 @@ def test_the_command_serves_until_it_is_told_to_stop(redis_server: RedisServer, 
     def answers() -> bool:
         assert process.poll() is None
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
                 return b"hiddenq_monitor_redis_up 1.0" in answer.read()
         except urllib.error.URLError:
             return False
 
     try:
-        wait_until(answers, seconds=30, what="the monitor's answer")
+        wait_until(answers, what="the monitor's answer")
         process.terminate()
-        assert process.wait(timeout=20) == 143
+        assert process.wait(timeout=60) == 143
     finally:
         process.kill()
         process.wait()

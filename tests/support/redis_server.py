@@ -130,7 +130,7 @@ class RedisServer:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
             os.kill(self.pid, signum)
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=60)
         self._process = None
 
 

@@ -85,7 +85,7 @@ def running_uploader(server: RedisServer, spool: Spool, **settings: Any) -> Iter
 
 def finished(client: redis.Redis, run: SmallRun) -> None:
     """Wait for a run's end."""
-    wait_until(lambda: run_state(client, run.name) == "finished", seconds=30, what="the run is finished")
+    wait_until(lambda: run_state(client, run.name) == "finished", what="the run is finished")
 
 
 def invariant_holds(client: redis.Redis, run: SmallRun, store: ObjectStore, spool: Spool) -> None:
