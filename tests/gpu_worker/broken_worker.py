@@ -1,4 +1,4 @@
-"""A worker whose device dies (`dead`) or hangs (`hang`) at its first batch; run as a program by test_service."""
+"""A worker whose device dies (`dead`) or hangs (`hang`) at its first batch; run as a program by test_batch_faults."""
 
 from __future__ import annotations
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import redis
 import torch
 import transformers
 from torch import Tensor
 
+from gpu_worker import startup
 from gpu_worker.decoder import Decoder, find_decoder
 from gpu_worker.extraction import Extractor
 from gpu_worker.gather import load_states
@@ -19,8 +23,9 @@ from gpu_worker.inputs import pad_rows
 from gpu_worker.kernels import never_packed
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.storage.runfiles import TokenRow
-from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, build_base_model, tiny_config
-from tests.support.redis_server import redis_client, redis_server, shared_redis_server
+from tests.gpu_worker.served import LENGTHS, Served, make_run
+from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, build_base_model, save_tiny_model, tiny_config
+from tests.support.redis_server import RedisServer, redis_client, redis_server, shared_redis_server
 
 __all__ = ["redis_client", "redis_server", "shared_redis_server"]
 
@@ -34,6 +39,36 @@ def _one_thread() -> Iterator[None]:
     never_packed()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen3 on disk."""
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path, redis_server: RedisServer, redis_client: redis.Redis) -> Served:
+    """An enqueued run of that model that nobody serves yet."""
+    return make_run(tmp_path, model, redis_server.url, redis_client, LENGTHS)
+
+
+@pytest.fixture
+def meddle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Any]], None]]:
+    """Puts a hook on layer 1 of the worker's model, after it was proved."""
+    handles: list[Any] = []
+
+    def install(hook: Callable[..., Any]) -> None:
+        def find_and_meddle(*arguments: Any) -> Decoder:
+            decoder = find_decoder(*arguments)
+            handles.append(decoder.layers[1].register_forward_hook(hook))
+            return decoder
+
+        monkeypatch.setattr(startup, "find_decoder", find_and_meddle)
+
+    yield install
+    for handle in handles:
+        handle.remove()
 
 
 def token_rows(lengths: Sequence[int], *, seed: int = 0, first_id: int = 0) -> list[TokenRow]:

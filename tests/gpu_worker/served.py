@@ -15,6 +15,7 @@ from typing import Any
 import redis
 
 from gpu_worker import WorkerSettings, serve
+from hiddenq.contracts import names
 from hiddenq.contracts.run import RunConfig
 from hiddenq.delivery import DeliverySettings, RunRecord, enqueue, fleet, save_run
 from hiddenq.storage import ObjectStore, Spool, StoreSettings, open_store
@@ -26,6 +27,8 @@ FAST = DeliverySettings(
     lease_seconds=3.0, renew_seconds=0.5, reap_seconds=0.2, retry_delays=(0.1,), max_attempts=2,
     stage_seconds={"gpu": 60.0},
 )  # fmt: skip
+LENGTHS = (90, 3, 40, 8, 17, 60, 40, 33, 12, 5, 1, 75, 20, 28)
+"""Of a run's samples, where a test names no others."""
 
 
 @dataclass(kw_only=True)
@@ -119,3 +122,20 @@ def serve_until(served: Served, condition: Callable[[], object], **changes: Any)
         watcher.join()
         if failures:
             raise failures[0]
+
+
+def published(run: Served) -> dict[str, Path]:
+    """Shards in the spool by batch."""
+    return {entry.file_name.partition("-")[0]: run.spool.path(entry.file_name) for entry in run.spool.files()}
+
+
+def queue_state(run: Served) -> Any:
+    """The run's extract queue, as the fleet shows it."""
+    wanted = names.extract_queue(run.config.run)
+    return next(queue for queue in fleet(run.client).queues if queue.queue == wanted)
+
+
+def assert_nothing_is_held(run: Served) -> None:
+    """No job is started, no bytes are reserved: the invariant that every end of a worker keeps."""
+    assert queue_state(run).num_started == 0
+    assert run.spool.usage().reserved_bytes == 0
