@@ -2,5 +2,5 @@
 
 Consumes the metric catalogue (`hiddenq.contracts.metrics`) and the thresholds that `hiddenq status` uses; produces the
 files under `grafana/`: dashboards, Prometheus rules, configuration, provisioning. Each alert is declared once, in
-`alerts.py`, and becomes a Prometheus rule and a Grafana-managed one.
+`alerts/`, and becomes a Prometheus rule and a Grafana-managed one.
 """

@@ -16,7 +16,8 @@ import yaml
 
 from grafana.builder.alerts import alerts
 from grafana.builder.files import ROOT
-from tests.grafana.alert_cases import CASES, GPU, MONITOR, OTHER, RUN, Case, Labels, Series, gpu, monitor, selector
+from tests.grafana.alert_cases import CASES
+from tests.grafana.alert_cases.case import GPU, MONITOR, OTHER, RUN, Case, Labels, Series, gpu, monitor, selector
 from tests.grafana.programs import program
 
 RULES = ROOT / "rules" / "hiddenq.yaml"
