@@ -36,6 +36,11 @@ def without_surrogates(suspect: Suspect, policy: Surrogates, repairs: Counter[st
     return replaced
 
 
+def has_surrogates(value: Any) -> bool:
+    """Whether a text in a decoded value holds an unpaired surrogate."""
+    return _replace_surrogates(value) is not value
+
+
 def with_special_tokens(text: str, pattern: re.Pattern[str], policy: SpecialTokens, repairs: Counter[str]) -> str:
     """A text after what the policy does about the special tokens that it spells, which `pattern` matches.
 

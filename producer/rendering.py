@@ -18,6 +18,7 @@ from typing import Any
 
 from producer.conversation import Conversation
 from producer.mask import Span, turn_end, turn_start
+from producer.policies import has_surrogates
 from producer.rejects import RowRejected
 from producer.template import Messages, Tools
 from producer.tokenizer import ChatTokenizer
@@ -110,16 +111,23 @@ def _adapted(message: dict[str, Any], content: str | None, convert_arguments: bo
 
 
 def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if isinstance(function, dict):
-        return {**call, "function": _other_arguments(function)}
+    """A call with its arguments as an object instead of JSON text, or the other way round; as it is if that can't be.
+
+    Raises:
+        RowRejected: `bad_text`, if the JSON text escapes an unpaired surrogate, which no tokenizer takes.
+    """
+    if "function" in call:
+        return {**call, "function": _other_arguments(call["function"])}
     arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            return {**call, "arguments": json.loads(arguments)}
-        except ValueError:
-            return call
-    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    try:
+        if not isinstance(arguments, str):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        read = json.loads(arguments)
+        if has_surrogates(read):
+            raise RowRejected("bad_text", "an unpaired surrogate in the arguments of a tool call")
+        return {**call, "arguments": read}
+    except (ValueError, TypeError, RecursionError):  # not JSON, not what JSON can say, or nested too deeply
+        return call
 
 
 class _Search:
@@ -162,7 +170,7 @@ def _check_whole(rendered: str, messages: Messages, tools: Tools) -> int:
             if not all(text in rendered for text in wanted):
                 raise RowRejected("template_error", f"turn {turn}: the template leaves out the call of {wanted[0]}")
     silent = next((turn for turn, message in enumerate(messages) if message.get("content", "") is None), None)
-    if silent is not None and rendered.count("None") > json.dumps([messages, tools]).count("None"):
+    if silent is not None and rendered.count("None") > json.dumps([messages, tools], default=str).count("None"):
         raise RowRejected("template_error", f"turn {silent}: the template prints null content as None")
     for tool in tools or ():
         name = str(tool.get("function", tool).get("name", ""))

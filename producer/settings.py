@@ -62,7 +62,8 @@ class ProducerSettings(Frozen):
     special_tokens: Literal["count", "escape", "reject"] = "count"
     """What happens where a row's text spells one of the tokenizer's special tokens."""
     surrogates: Literal["replace", "reject"] = "replace"
-    """What happens to unpaired surrogates: U+FFFD in their place, or the row is rejected as `bad_text`."""
+    """What happens to unpaired surrogates: U+FFFD in their place, or the row is rejected as `bad_text`; always the
+    latter where the arguments of a tool call escape one."""
     processes: int | None = Field(default=None, ge=1)
     """Tokenising processes; None for one a usable core."""
     trust_remote_code: bool = False

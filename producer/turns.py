@@ -75,8 +75,8 @@ def _read_turn(number: int, turn: Any, repairs: Counter[str]) -> dict[str, Any]:
     else:
         message["content"] = _read_content(number, content, repairs)
     if tool_calls is not None:
-        if not isinstance(tool_calls, list) or not all(isinstance(call, dict) for call in tool_calls):
-            raise RowRejected("bad_content", f"turn {number}: tool_calls is not a list of objects")
+        if not _are_functions(tool_calls):
+            raise RowRejected("bad_content", f"turn {number}: tool_calls is not a list of objects, each of a function")
         message["tool_calls"] = tool_calls
     for key in _TEXT_KEYS:
         value = turn.get(key)
@@ -121,9 +121,16 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
             raise RowRejected("bad_content", f"tools: not JSON: {error}") from None
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowRejected("bad_content", "tools: expected a list of objects")
-    return tools
+    if not _are_functions(tools):
+        raise RowRejected("bad_content", "tools: expected a list of objects, each of a function")
+    return tools  # type: ignore[no-any-return]
+
+
+def _are_functions(value: Any) -> bool:
+    """Whether it is a list of objects that describe or call a function, in a field of that name or in their own."""
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("function", item), dict) for item in value
+    )
 
 
 def check_order(messages: list[dict[str, Any]]) -> None:
