@@ -32,7 +32,7 @@ class BufferPool:
     def take(self, num_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor of so many bytes; its memory may be up to twice that."""
         if num_bytes < MIN_BYTES:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         block = self._take_idle(num_bytes)
         if block is None:
             block = np.empty(-(-num_bytes // MIN_BYTES) * MIN_BYTES, np.uint8)

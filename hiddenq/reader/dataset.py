@@ -87,12 +87,12 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         `sample_ids` and `lengths` int64 [B]; `input_ids`, `attention_mask` and `loss_mask` int64 [B, S];
         `hidden_states` [B, S, K, H] and `final_hidden_state` [B, S, H] where they are stored.
     """
-    lengths = torch.tensor([len(sample) for sample in samples])
+    lengths = torch.tensor([len(sample) for sample in samples], device="cpu")
     longest = int(lengths.max())
     batch = {
-        "sample_ids": torch.tensor([sample.sample_id for sample in samples]),
+        "sample_ids": torch.tensor([sample.sample_id for sample in samples], device="cpu"),
         "lengths": lengths,
-        "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long(),
+        "attention_mask": (torch.arange(longest, device="cpu")[None] < lengths[:, None]).long(),
     }
     for name in ("input_ids", "loss_mask", "hidden_states", "final_hidden_state"):
         tensors = [getattr(sample, name) for sample in samples]

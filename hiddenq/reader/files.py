@@ -145,7 +145,8 @@ class _ReadFile:
         """
         size = os.fstat(self._descriptor).st_size
         try:
-            return torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it is kept, and may serve training later
+                return torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
         except RuntimeError as error:  # some file systems have no maps, and an empty file has none
             raise StoreRefused(f"{self._path}: can't be mapped; open the run with local_files='read'") from error
 

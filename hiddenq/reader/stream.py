@@ -60,7 +60,8 @@ class HiddenStatesStream(IterableDataset[Sample]):
         if threads < 1 or prefetch_bytes < 0 or (seed or 0) < 0:
             raise UsageError(f"threads {threads}, prefetch_bytes {prefetch_bytes}, seed {seed}: at least 1, 0 and 0")
         self.seed = seed
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        with torch.inference_mode(False):  # it is written again later, in whatever mode
+            self._epoch = torch.zeros((), dtype=torch.int64, device="cpu")
         self._epoch.share_memory_()
         self._equal = equal
         self._dtype = dtype

@@ -120,4 +120,5 @@ class HeadWeights:
         data = self._store.get_bytes(names.TARGET_HEAD, begin, end)
         if len(data) != end - begin:
             raise DamagedShard(f"{names.TARGET_HEAD}: {name}: expected {end - begin} bytes, found {len(data)}")
-        return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).view(spec.shape)
+        with torch.inference_mode(False):  # it is kept, and may serve training later
+            return torch.frombuffer(bytearray(data), dtype=torch_dtype(spec.dtype)).view(spec.shape)

@@ -47,8 +47,8 @@ class SpeculatorsDataset(Dataset[dict[str, torch.Tensor]]):
             "input_ids": input_ids,
             "verifier_last_hidden_states": hidden_SKH[:, -1],
             "loss_mask": loss_mask,
-            "lengths": torch.tensor([len(input_ids)]),
-            "position_ids": torch.arange(len(input_ids)),
+            "lengths": torch.tensor([len(input_ids)], device="cpu"),
+            "position_ids": torch.arange(len(input_ids), device="cpu"),
         }
 
 

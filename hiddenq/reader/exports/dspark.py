@@ -63,9 +63,11 @@ def dspark_pieces(run: Run, order: Integers, settings: ExportSettings) -> Iterat
 def _shard(run: Run, sample_ids: tuple[int, ...], seq_length: int, settings: ExportSettings) -> bytes:
     shape = (len(sample_ids), seq_length)
     hidden_size, dtype = run.config.model.hidden_size, TORCH_DTYPES[settings.dtype or "bfloat16"]
-    tensors = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "loss_mask")}
-    tensors["target_hidden_states"] = torch.zeros(*shape, len(run.target_layer_ids) * hidden_size, dtype=dtype)
-    tensors["target_last_hidden_states"] = torch.zeros(*shape, hidden_size, dtype=dtype)
+    tensors = {name: torch.zeros(shape, dtype=torch.int64, device="cpu") for name in ("input_ids", "loss_mask")}
+    tensors["target_hidden_states"] = torch.zeros(
+        *shape, len(run.target_layer_ids) * hidden_size, dtype=dtype, device="cpu"
+    )
+    tensors["target_last_hidden_states"] = torch.zeros(*shape, hidden_size, dtype=dtype, device="cpu")
     for row, sample_id in enumerate(sample_ids):
         states = read_states(run, sample_id, settings, norm=True, final=True)
         assert states.final is not None

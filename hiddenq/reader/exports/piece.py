@@ -59,7 +59,7 @@ def read_states(run: Run, sample_id: int, settings: ExportSettings, *, norm: boo
         last = run.target_head.post_norm(last)
     if hidden is None:
         dtype = TORCH_DTYPES[run.config.model.dtype]
-        hidden = torch.empty(len(sample), 0, run.config.model.hidden_size, dtype=dtype)
+        hidden = torch.empty(len(sample), 0, run.config.model.hidden_size, dtype=dtype, device="cpu")
     return States(
         input_ids=sample.input_ids.clone(),
         loss_mask=sample.loss_mask.clone(),
