@@ -13,8 +13,8 @@ import pytest
 
 from hiddenq.delivery import EmbeddedServer
 from tests.local.conftest import ALONE, chats, write_rows
-from tests.local.test_run import assert_complete
-from tests.support.command import Command, processes_with
+from tests.local.whole_runs import assert_complete, ended, met, num_shards_of
+from tests.support.command import Command, Ended, processes_with
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,19 +33,9 @@ def arguments(slow_model: Path, tmp_path: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def num_shards(out: Path) -> int:
-    folder = out / "states"
-    return len(list(folder.glob("*.safetensors"))) if folder.exists() else 0
-
-
 def kill(pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-
-
-def communicate(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
 
 
 def test_ctrl_c_while_the_command_is_still_imported_ends_it_without_a_traceback(tmp_path: Path) -> None:
@@ -62,20 +52,19 @@ def test_ctrl_c_while_the_command_is_still_imported_ends_it_without_a_traceback(
     assert process.stdout is not None
     assert process.stdout.readline() == "imported\n"
     process.send_signal(signal.SIGINT)
-    assert communicate(process) == (130, "", "")
+    assert ended(process) == Ended(130, "", "")
 
 
 def test_a_killed_worker_is_replaced_and_its_batches_are_made_once(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = hiddenq.start(*arguments)
-    wait_until(lambda: num_shards(out) >= 2, seconds=90, what="the first shards")
+    process = met(hiddenq, arguments, out, num_shards=2)
     victims = _workers_of(out)
     assert victims
     kill(victims)
-    status, said, errors = communicate(process, 180)
-    assert status == 0, f"{said}\n{errors}"
+    whole = ended(process)
+    assert whole.status == 0, whole
     run = assert_complete(hiddenq(*arguments), out, NUM_SAMPLES)
     assert len({run.sample_ids[i] for i in range(len(run))}) == NUM_SAMPLES
 
@@ -84,28 +73,25 @@ def test_everything_killed_at_once_and_the_same_command_completes_it(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = hiddenq.start(*arguments)
-    wait_until(lambda: num_shards(out) >= 2, seconds=90, what="the first shards")
+    process = met(hiddenq, arguments, out, num_shards=2)
     kill([process.pid, *processes_with(str(out)), *_servers_of(out)])
-    communicate(process)
-    done = num_shards(out)
+    ended(process)
+    done = num_shards_of(out)
     assert done < NUM_SAMPLES
     wait_until(lambda: not processes_with(str(out)), seconds=60, what="the end of its children")
-    ended = hiddenq(*arguments, seconds=180)
-    assert_complete(ended, out, NUM_SAMPLES)
+    assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
 
 
 def test_an_interrupted_run_ends_its_children_and_goes_on_later(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = hiddenq.start(*arguments)
-    wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
+    process = met(hiddenq, arguments, out, num_shards=1)
     process.send_signal(signal.SIGINT)
-    status, said, errors = communicate(process)
-    assert status == 130
-    assert "stopping: each worker ends its batch, 120 s at most; Ctrl-C again" in said
-    assert "the same command goes on from here" in errors
+    interrupted = ended(process)
+    assert interrupted.status == 130
+    assert "stopping: each worker ends its batch, 120 s at most; Ctrl-C again" in interrupted.out
+    assert "the same command goes on from here" in interrupted.err
     assert processes_with(str(out)) == []
     assert not (out / "manifest.json").exists()
     assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
@@ -119,9 +105,9 @@ def test_a_run_interrupted_before_anything_was_done_ends_in_one_line(
     process = hiddenq.start(*arguments)
     wait_until(lambda: (out / ".hiddenq" / "redis" / "server.json").exists(), seconds=60, what="its Redis")
     process.send_signal(signum)
-    status, _, errors = communicate(process)
-    assert status == 128 + signum
-    assert errors.splitlines() == ["interrupted; the same command goes on from here"]
+    interrupted = ended(process)
+    assert interrupted.status == 128 + signum
+    assert interrupted.err.splitlines() == ["interrupted; the same command goes on from here"]
     assert processes_with(str(out)) == []
     assert EmbeddedServer.find(out / ".hiddenq" / "redis") is None
 
@@ -130,36 +116,34 @@ def test_a_second_run_on_the_same_location_is_refused_naming_the_owner(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = hiddenq.start(*arguments)
+    process = met(hiddenq, arguments, out, num_shards=1)
     try:
-        wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
         second = hiddenq(*arguments)
         assert second.status == 2, second
         assert f"is being run by process {process.pid}" in second.err
         assert "hiddenq worker" in second.err, "it says how to join"
         assert len(second.err.strip().splitlines()) == 1
     finally:
-        status, said, errors = communicate(process, 180)
-    assert status == 0, f"the first one is not disturbed: {said}\n{errors}"
+        first = ended(process)
+    assert first.status == 0, f"the first one is not disturbed: {first}"
 
 
 def test_status_of_a_run_that_goes_on_and_of_one_that_ended(
     hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = hiddenq.start(*arguments)
-    wait_until(lambda: num_shards(out) >= 1, seconds=90, what="the first shard")
+    process = met(hiddenq, arguments, out, num_shards=1)
     going = hiddenq("status", "--out", out, "--json")
-    status, said, errors = communicate(process, 180)
-    assert status == 0, f"{said}\n{errors}"
+    whole = ended(process)
+    assert whole.status == 0, whole
     assert going.status == 0, going
     looked = json.loads(going.out)
     assert looked["total"]["num_samples"] == NUM_SAMPLES
     assert 0 < looked["committed"]["num_samples"] <= NUM_SAMPLES
     assert {worker["role"] for worker in looked["workers"]} == {"gpu_worker", "uploader"}
-    ended = hiddenq("status", "--out", out)
-    assert ended.status == 0, ended
-    assert "complete" in ended.out
+    after = hiddenq("status", "--out", out)
+    assert after.status == 0, after
+    assert "complete" in after.out
 
 
 def _workers_of(out: Path) -> list[int]:

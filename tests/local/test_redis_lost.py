@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.local.conftest import ALONE, chats, shard_files, write_rows
-from tests.local.test_interruptions import communicate, num_shards
-from tests.local.test_run import assert_complete
-from tests.support.command import Command, Ended
+from tests.local.whole_runs import assert_complete, ended, met, num_shards_of
+from tests.support.command import Command
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -38,19 +37,18 @@ def test_a_run_outlives_the_death_of_its_redis_and_the_loss_of_its_data(
     hiddenq: Command, slow_model: Path, tmp_path: Path
 ) -> None:
     data, out = write_rows(tmp_path / "chats.jsonl", chats(NUM_SAMPLES, max_words=100)), tmp_path / "out"
-    process = hiddenq.start(
+    arguments = (
         "run", "--model", slow_model, "--data", data, "--out", out, "--target-layers", "0,1,2,3",
         "--token-budget", "512", "--max-length", "512", *ALONE,
     )  # fmt: skip
-    wait_until(lambda: num_shards(out) >= 2, seconds=90, what="the first shards")
+    process = met(hiddenq, arguments, out, num_shards=2)
     kill_server(out)
-    before = num_shards(out)
-    wait_until(lambda: num_shards(out) > before, seconds=60, what="the run goes on with the same data")
+    before = num_shards_of(out)
+    wait_until(lambda: num_shards_of(out) > before, what="the run goes on with the same data")
     shutil.rmtree(out / ".hiddenq" / "redis" / "appendonlydir")
     kill_server(out)
     committed = {path.name: path.stat().st_ino for path in shard_files(out)}
-    status, said, errors = communicate(process, 180)
-    run = assert_complete(Ended(status, said, errors), out, NUM_SAMPLES)
+    run = assert_complete(ended(process), out, NUM_SAMPLES)
     assert len(committed) < run.config.num_batches, "it was met in its middle"
     now = {path.name: path.stat().st_ino for path in shard_files(out)}
     assert committed.items() <= now.items(), "what was committed is adopted, not made again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hiddenq
-from hiddenq.reader import Run
 from hiddenq.storage import StoreSettings, open_store
 from tests.local.conftest import ALONE, chats, shard_files, write_rows
-from tests.support.command import Command, Ended, lines_of, make_command
+from tests.local.whole_runs import assert_complete
+from tests.support.command import Command, lines_of, make_command
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Location, S3Server
 from tests.support.samples import both_states
 
 pytestmark = pytest.mark.slow
-
-
-def assert_complete(ended: Ended, out: Path, num_samples: int) -> Run:
-    """The invariant of a finished run: every sample in exactly one committed shard, nothing left over."""
-    assert ended.status == 0, f"{ended}\n{lines_of(sorted((out / '.hiddenq' / 'logs').glob('*.log')))}"
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["complete"] is True
-    assert manifest["num_samples_committed"] == num_samples
-    shards = [path.name for path in shard_files(out)]
-    assert len(shards) == manifest["num_batches"], "one shard a batch"
-    assert [path.name for path in (out / "states").iterdir() if path.name.startswith(".")] == [], "nothing half written"
-    assert [path.name for path in (out / ".hiddenq" / "spool").glob("*.safetensors")] == [], "spool empty"
-    run = hiddenq.open_run(out)
-    assert len(run) == num_samples
-    return run
 
 
 def plain_states(model: Any, input_ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

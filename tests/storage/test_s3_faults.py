@@ -18,9 +18,10 @@ from botocore.exceptions import ClientError
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts.errors import DamagedShard, ObjectTooLarge, StoreAway, StoreRefused, TransientError
-from hiddenq.storage import ObjectStore, StoreObserver, StoreSettings, open_store, s3_client, s3_errors, s3_sweep
+from hiddenq.storage import StoreObserver, StoreSettings, open_store, s3_client, s3_errors, s3_sweep
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.body import BLOCK_BYTES, Body
+from hiddenq.storage.s3 import S3Store
 from hiddenq.storage.s3_probe import S3Abilities
 from tests.support.faulty_proxy import (
     Answer,
@@ -67,21 +68,22 @@ def notes() -> Notes:
     return Notes()
 
 
-def store_at(endpoint_url: str, location: S3Location, notes: Notes, **settings: Any) -> ObjectStore:
+def store_at(endpoint_url: str, location: S3Location, notes: Notes, **settings: Any) -> S3Store:
     options = {"part_bytes": PART, "timeout_seconds": 10, **settings}
     store = open_store(location.uri, StoreSettings(endpoint_url=endpoint_url, **options), observer=notes)
+    assert isinstance(store, S3Store)
     # What the probe finds (its own tests show that) is known here, which saves a second each time.
     strict = options.get("checksums") is None
-    store._abilities = S3Abilities(single=strict, multipart=strict, detail="")  # type: ignore[attr-defined]
+    store._abilities = S3Abilities(single=strict, multipart=strict, detail="")
     return store
 
 
 @pytest.fixture
-def store(faulty_proxy: FaultyProxy, s3_location: S3Location, notes: Notes) -> ObjectStore:
+def store(faulty_proxy: FaultyProxy, s3_location: S3Location, notes: Notes) -> S3Store:
     return store_at(faulty_proxy.endpoint_url, s3_location, notes)
 
 
-def put(store: ObjectStore, folder: Path, num_bytes: int) -> str:
+def put(store: S3Store, folder: Path, num_bytes: int) -> str:
     path = folder / NAME
     if not path.exists() or path.stat().st_size != num_bytes:
         path.write_bytes(os.urandom(num_bytes))
@@ -99,7 +101,7 @@ def open_uploads(server: S3Server, location: S3Location) -> list[str]:
 
 @pytest.mark.parametrize(("num_bytes", "code"), [(SINGLE, "InternalError"), (MULTIPLE, "SlowDown")])
 def test_a_store_that_throttles_is_asked_again_with_growing_waits_and_each_time_is_counted(
-    store: ObjectStore, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path, num_bytes: int, code: str
+    store: S3Store, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path, num_bytes: int, code: str
 ) -> None:
     plan = faulty_proxy.plan(Answer(503, code), times=3, when=puts)
     put(store, tmp_path, num_bytes)
@@ -108,7 +110,7 @@ def test_a_store_that_throttles_is_asked_again_with_growing_waits_and_each_time_
 
 
 def test_a_store_that_stays_away_is_said_to_be_away_and_the_file_is_kept(
-    store: ObjectStore,
+    store: S3Store,
     faulty_proxy: FaultyProxy,
     notes: Notes,
     tmp_path: Path,
@@ -127,7 +129,7 @@ def test_a_store_that_stays_away_is_said_to_be_away_and_the_file_is_kept(
 
 
 def test_a_patient_store_outlasts_more_failures_than_others_do_and_says_what_it_waits_for(
-    store: ObjectStore, faulty_proxy: FaultyProxy, notes: Notes, caplog: pytest.LogCaptureFixture
+    store: S3Store, faulty_proxy: FaultyProxy, notes: Notes, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty_proxy.plan(Answer(503, "SlowDown"), times=8, when=puts)
     store.patient(600).put_bytes("note", b"kept")
@@ -138,7 +140,7 @@ def test_a_patient_store_outlasts_more_failures_than_others_do_and_says_what_it_
 
 @pytest.mark.parametrize("num_bytes", [SINGLE, MULTIPLE])
 def test_a_connection_reset_in_the_middle_is_sent_again(
-    store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path, num_bytes: int
+    store: S3Store, faulty_proxy: FaultyProxy, tmp_path: Path, num_bytes: int
 ) -> None:
     plan = faulty_proxy.plan(Reset(after_bytes=num_bytes // 6), times=3, when=puts)
     put(store, tmp_path, num_bytes)
@@ -164,7 +166,7 @@ def test_a_server_that_is_gone_is_away(s3_location: S3Location, s3_server: S3Ser
 
 @pytest.mark.parametrize("forward", [False, True], ids=["refused", "done, but the answer was lost"])
 def test_a_500_on_complete_ends_with_the_whole_object(
-    store: ObjectStore,
+    store: S3Store,
     faulty_proxy: FaultyProxy,
     tmp_path: Path,
     s3_server: S3Server,
@@ -179,7 +181,7 @@ def test_a_500_on_complete_ends_with_the_whole_object(
 
 @pytest.mark.parametrize("num_bytes", [SINGLE, MULTIPLE])
 def test_a_byte_that_flips_on_its_way_is_refused_by_the_store_and_sent_again(
-    store: ObjectStore, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path, num_bytes: int
+    store: S3Store, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path, num_bytes: int
 ) -> None:
     plan = faulty_proxy.plan(FlipByte(), times=2, when=puts)
     put(store, tmp_path, num_bytes)
@@ -234,10 +236,10 @@ def flip_last(path: Path) -> None:
 
 
 def test_credentials_that_end_are_waited_for_and_looked_up_again(
-    store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: S3Store, faulty_proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, tmp_path, SINGLE)
-    before = store._connection._own._client  # type: ignore[attr-defined]
+    before = store._connection._own._client
     faulty_proxy.plan(Answer(400, "ExpiredToken"), when=lambda r: "x-amz-security-token" not in r.headers)
     with pytest.raises(StoreAway, match="the credentials have ended; renew them"):
         put(store, tmp_path, SINGLE)
@@ -248,10 +250,10 @@ def test_credentials_that_end_are_waited_for_and_looked_up_again(
     assert "renewed" not in str(caught.value)
     newest = next(r for r in reversed(faulty_proxy.requests) if r.method == "PUT")
     assert newest.headers["x-amz-security-token"] == "renewed"
-    assert store._connection._own._client is not before  # type: ignore[attr-defined]
+    assert store._connection._own._client is not before
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     faulty_proxy.heal()
-    store._connection._own._client = None  # type: ignore[attr-defined]
+    store._connection._own._client = None
     put(store, tmp_path, SINGLE)
 
 
@@ -271,7 +273,7 @@ ANSWERS = [
 ]
 
 
-def test_each_answer_has_its_class_and_its_hint(store: ObjectStore, faulty_proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_each_answer_has_its_class_and_its_hint(store: S3Store, faulty_proxy: FaultyProxy, tmp_path: Path) -> None:
     for status, code, kind, text in ANSWERS:
         faulty_proxy.heal()
         faulty_proxy.plan(Answer(status, code), when=puts)
@@ -281,7 +283,7 @@ def test_each_answer_has_its_class_and_its_hint(store: ObjectStore, faulty_proxy
         assert (tmp_path / NAME).exists()
 
 
-def test_a_head_without_a_body_is_explained_by_a_get(store: ObjectStore, faulty_proxy: FaultyProxy) -> None:
+def test_a_head_without_a_body_is_explained_by_a_get(store: S3Store, faulty_proxy: FaultyProxy) -> None:
     store.put_bytes("run.json", b"{}")
     faulty_proxy.plan(Answer(403, "RequestTimeTooSkewed"), when=lambda r: r.method in ("GET", "HEAD"))
     with pytest.raises(StoreRefused, match="this host's clock is wrong"):
@@ -300,7 +302,7 @@ def test_the_region_that_a_store_names_is_in_the_hint() -> None:
 
 
 def test_an_abort_that_fails_is_told_and_the_first_error_stays(
-    store: ObjectStore, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path
+    store: S3Store, faulty_proxy: FaultyProxy, notes: Notes, tmp_path: Path
 ) -> None:
     faulty_proxy.plan(Answer(403, "AccessDenied"), when=lambda r: parts(r) or r.method == "DELETE")
     with pytest.raises(StoreRefused, match="permission denied"):
@@ -345,7 +347,7 @@ store.put_file({KEY!r}, Path({str(path)!r}), checksum={crc.of_file(path)!r}, num
 
 
 def test_a_store_that_lists_no_multipart_uploads_is_swept_of_the_rest(
-    store: ObjectStore, faulty_proxy: FaultyProxy, s3_server: S3Server, s3_location: S3Location, monkeypatch: Any
+    store: S3Store, faulty_proxy: FaultyProxy, s3_server: S3Server, s3_location: S3Location, monkeypatch: Any
 ) -> None:
     probed = f"{s3_location.prefix}/.hiddenq-probe-0123abcd"
     s3_server.client().put_object(Bucket=s3_location.bucket, Key=probed, Body=b"x")
