@@ -20,10 +20,10 @@ from gpu_worker.engine import DeviceTime, Engine, Launched, Ring, Slot, is_dead
 from gpu_worker.failures import DeviceLost, FailureStreak
 from gpu_worker.feed import Feed, Work
 from gpu_worker.report import WorkerStatus
-from gpu_worker.selfcheck import TOLERANCES
+from gpu_worker.selfcheck import report_check
 from gpu_worker.writing import ShardWriter, publish_shard, refuse_nonfinite
 from hiddenq import telemetry
-from hiddenq.contracts.errors import LeaseLost, NonFiniteStates, RedisAway
+from hiddenq.contracts.errors import LeaseLost, NonFiniteStates
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.delivery import Consumer
@@ -226,16 +226,9 @@ class Pipeline:
     def _report_check(self, work: Work, launched: Launched) -> None:
         if launched.check is None:
             return
-        check, config, columns = launched.check, work.run.config, work.run.extractor.columns
-        found = check.found([column.name for column in columns], work.claim.message.batch_id, self._consumer.name)
-        if check.typical() > TOLERANCES[config.model.dtype]:
-            telemetry.logger().error("self_check_differs", batch=found.batch_id, sample=found.sample_id,
-                                     layer=found.worst_layer, typical=check.typical(),
-                                     largest=found.max_relative_difference)  # fmt: skip
-        try:
-            self._record_check(config.run, found)
-        except RedisAway as away:
-            telemetry.logger().warning("self_check_not_recorded", error=str(away))
+        config, columns = work.run.config, [column.name for column in work.run.extractor.columns]
+        found = launched.check.found(columns, work.claim.message.batch_id, self._consumer.name)
+        report_check(found, launched.check.typical(), config, self._record_check)
 
     def _end_badly(self, work: Work, slot: Slot | None, error: Exception) -> None:
         """A batch failed: its buffer, its file and its claim go back."""

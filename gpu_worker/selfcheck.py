@@ -17,7 +17,10 @@ from torch import Tensor
 from gpu_worker.extraction import Extractor
 from gpu_worker.gather import Destination, load_states
 from gpu_worker.inputs import DeviceBatch, PaddedBatch
+from hiddenq import telemetry
+from hiddenq.contracts.errors import RedisAway
 from hiddenq.contracts.manifest import SelfCheck
+from hiddenq.contracts.run import RunConfig
 
 TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 """Relative difference above which a self-check is a warning, by the model's dtype: far above what other kernels and
@@ -109,6 +112,23 @@ def compare_alone(extractor: Extractor, batch: PaddedBatch, on_device: DeviceBat
         ),
         typical_C=torch.stack([token_differences(mine, reference).median() for mine, reference in pairs]),
     )
+
+
+def report_check(found: SelfCheck, typical: float, config: RunConfig, record: Callable[[str, SelfCheck], None]) -> None:
+    """Say it where the typical difference is above the tolerance; record it, which a Redis that is away forgoes."""
+    if typical > TOLERANCES[config.model.dtype]:
+        telemetry.logger().error(
+            "self_check_differs",
+            batch=found.batch_id,
+            sample=found.sample_id,
+            layer=found.worst_layer,
+            typical=typical,
+            largest=found.max_relative_difference,
+        )
+    try:
+        record(config.run, found)
+    except RedisAway as away:
+        telemetry.logger().warning("self_check_not_recorded", error=str(away))
 
 
 def _like_a_batch(part_1S: Tensor) -> Tensor:

@@ -8,22 +8,34 @@ for.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Protocol
 
 import redis
 
 from hiddenq.contracts.errors import HiddenqError, RedisAway, RetryableError, UsageError
 from hiddenq.delivery import RunRecord, fleet, run_state, stuck_reason, uploads_of
-from hiddenq.supervisor import Supervisor
 from hiddenq.telemetry import logger
 
 STUCK_SECONDS = 15.0
 """A run that nothing alive can finish is watched for so long before it is given up."""
 
 
+class Processes(Protocol):
+    """What it asks of the supervisor of this machine's processes."""
+
+    @property
+    def is_starting(self) -> bool: ...
+    @property
+    def withdrawn(self) -> Mapping[str, str]: ...
+    @property
+    def only_misconfigured(self) -> bool: ...
+
+
 class Watch:
     """One run, seen from the machine that `run` was typed on."""
 
-    def __init__(self, client: redis.Redis, record: RunRecord, supervisor: Supervisor) -> None:
+    def __init__(self, client: redis.Redis, record: RunRecord, supervisor: Processes) -> None:
         self._client = client
         self._run = record.run
         self._supervisor = supervisor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hiddenq.delivery import Consumer, fleet, stuck_reason, uploads_of
 from tests.delivery.conftest import FAST, OTHER_SPOOL, SPOOL, Bench, report
 from tests.support.waiting import wait_until
@@ -11,7 +13,7 @@ def reason(bench: Bench, run: str = "run") -> str | None:
     return stuck_reason(fleet(bench.client), run, uploads_of(bench.client, run))
 
 
-def die(consumer: Consumer) -> None:  # type: ignore[type-arg]
+def die(consumer: Consumer[Any]) -> None:
     """Fall silent, as a process whose machine lost its power."""
     consumer._keeper._closing.set()
     consumer._keeper._thread.join()

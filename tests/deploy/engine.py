@@ -24,6 +24,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("HIDDENQ_ENGINE", "/var/tmp/hiddenq-engine"))
@@ -224,7 +225,7 @@ def docker(*arguments: object) -> list[str]:
     return [str(part) for part in ("/usr/bin/docker", "--host", SOCKET, *arguments)]
 
 
-def run(*command: object, stdin: object = None) -> None:
+def run(*command: object, stdin: IO[bytes] | None = None) -> None:
     """Run a command; its output is shown if it fails."""
     environ = {
         **os.environ,
@@ -238,7 +239,7 @@ def run(*command: object, stdin: object = None) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        check=False,  # type: ignore[call-overload]
+        check=False,
     )
     if done.returncode:
         raise Failed(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -115,9 +115,10 @@ def watched(machine: Command, arguments: list[str], *, until: str, seconds: floa
     os.close(its_end)
     shown, deadline = "", time.monotonic() + seconds
     try:
-        while until not in shown and time.monotonic() < deadline and process.poll() is None:
-            if select.select([terminal], [], [], 0.2)[0]:
-                shown += os.read(terminal, 1 << 16).decode(errors="replace")
+        with suppress(OSError):  # it has ended by itself: what it said is in `shown`
+            while until not in shown and time.monotonic() < deadline and process.poll() is None:
+                if select.select([terminal], [], [], 0.2)[0]:
+                    shown += os.read(terminal, 1 << 16).decode(errors="replace")
         process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 30
         with suppress(OSError):  # the other end is closed

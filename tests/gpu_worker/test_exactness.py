@@ -10,9 +10,13 @@ from transformers import AutoModel, PreTrainedModel
 from gpu_worker.decoder import find_decoder
 from gpu_worker.extraction import Extractor
 from gpu_worker.gather import WrongStates
-from gpu_worker.selfcheck import compare_alone, shortest_row, token_differences
-from hiddenq.contracts.errors import ModelError
+from gpu_worker.inputs import pad_rows
+from gpu_worker.selfcheck import TOLERANCES, PendingCheck, compare_alone, report_check, shortest_row, token_differences
+from hiddenq.contracts.errors import ModelError, RedisAway
+from hiddenq.contracts.manifest import SelfCheck
+from tests.delivery.conftest import record
 from tests.gpu_worker.conftest import difference, extract, shard_format, tiny_decoder, token_rows
+from tests.support.logs import logged
 from tests.support.models import VOCAB_SIZE, build_model, tiny_config
 
 FAMILIES = ["llama", "qwen3", "qwen3_5_text"]
@@ -125,9 +129,29 @@ def test_a_self_check_sees_padding_that_leaks() -> None:
     assert check.typical() > 1e-2
 
 
-def _self_check(extractor: Extractor, lengths: list[int]):  # type: ignore[no-untyped-def]
-    from gpu_worker.inputs import pad_rows
+def test_a_self_check_that_differs_is_said_and_recorded_and_is_forgone_without_redis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check = SelfCheck(
+        batch_id="000000", sample_id=1, num_tokens=6, padded_length=40, worker="w",
+        max_relative_difference=0.5, worst_layer="layer 3",
+    )  # fmt: skip
+    recorded: list[tuple[str, SelfCheck]] = []
+    config = record().config
+    for typical in (TOLERANCES["float32"], 2 * TOLERANCES["float32"]):
+        report_check(check, typical, config, lambda run, found: recorded.append((run, found)))
+    [said] = logged(caplog, "self_check_differs")
+    assert (said["batch"], said["sample"], said["layer"], said["largest"]) == ("000000", 1, "layer 3", 0.5)
+    assert recorded == [(config.run, check)] * 2
 
+    def away(_run: str, _found: SelfCheck) -> None:
+        raise RedisAway("no answer")
+
+    report_check(check, 0.0, config, away)
+    assert logged(caplog, "self_check_not_recorded")
+
+
+def _self_check(extractor: Extractor, lengths: list[int]) -> PendingCheck:
     batch = pad_rows(token_rows(lengths), extractor.shard_format, padded_length=40, vocab_size=VOCAB_SIZE)
     payload = torch.empty(batch.num_bytes, dtype=torch.uint8)
     with torch.inference_mode():

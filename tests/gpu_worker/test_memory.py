@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,7 +84,7 @@ def test_a_batch_that_is_split_gives_the_same_bytes() -> None:
     assert torch.equal(launched.payload, expected)
 
 
-def _refuse_more_than(rows: int):  # type: ignore[no-untyped-def]
+def _refuse_more_than(rows: int) -> Callable[[object, tuple[torch.Tensor, ...]], None]:
     def refuse(_module: object, arguments: tuple[torch.Tensor, ...]) -> None:
         if arguments[0].shape[0] > rows:
             raise OutOfMemory("CUDA out of memory.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -64,13 +64,15 @@ def _worst(decoder: Decoder, lengths: Sequence[int], padded_length: int) -> floa
 
 @pytest.mark.parametrize("make", [dynamic, longrope, yarn])
 @pytest.mark.parametrize("lengths", [(29, 20), (29, 3)])
-def test_rounding_the_length_up_over_the_limit_changes_nothing(make: object, lengths: tuple[int, int]) -> None:
-    assert _worst(make(), lengths, 32) < 1e-5  # type: ignore[operator]
+def test_rounding_the_length_up_over_the_limit_changes_nothing(
+    make: Callable[[], Decoder], lengths: tuple[int, int]
+) -> None:
+    assert _worst(make(), lengths, 32) < 1e-5
 
 
 @pytest.mark.parametrize("make", [dynamic, longrope, yarn])
-def test_rows_on_one_side_of_the_limit_are_exact(make: object) -> None:
-    decoder = make()  # type: ignore[operator]
+def test_rows_on_one_side_of_the_limit_are_exact(make: Callable[[], Decoder]) -> None:
+    decoder = make()
     assert _worst(decoder, (28, 12, 5), 28) < 1e-5
     if make is not dynamic:  # above the limit a dynamic scale is each length's own
         assert _worst(decoder, (90, 60, 41), 96) < 1e-5
@@ -81,8 +83,8 @@ def test_rows_of_one_length_above_a_dynamic_limit_are_exact() -> None:
 
 
 @pytest.mark.parametrize("make", [dynamic, longrope, yarn])
-def test_a_batch_after_a_longer_one_is_exact(make: object) -> None:
-    extractor = Extractor(make(), shard_format(range(4)))  # type: ignore[operator]
+def test_a_batch_after_a_longer_one_is_exact(make: Callable[[], Decoder]) -> None:
+    extractor = Extractor(make(), shard_format(range(4)))
     rows = {length: token_rows([length]) for length in (40, 60, 90, 12)}
     first = {length: extract(_fresh(make), one).states[0] for length, one in rows.items()}
     for length in (90, 60, 40, 12):  # as a plan orders them
@@ -90,10 +92,10 @@ def test_a_batch_after_a_longer_one_is_exact(make: object) -> None:
     extractor.close()
 
 
-def _fresh(make: object) -> Extractor:
+def _fresh(make: Callable[[], Decoder]) -> Extractor:
     """An extractor whose model has run nothing longer than the probe."""
     tiny_decoder.cache_clear()
-    return Extractor(make(), shard_format(range(4)))  # type: ignore[operator]
+    return Extractor(make(), shard_format(range(4)))
 
 
 def test_yarn_rows_on_both_sides_of_the_limit_are_exact() -> None:
@@ -101,6 +103,6 @@ def test_yarn_rows_on_both_sides_of_the_limit_are_exact() -> None:
 
 
 @pytest.mark.parametrize("make", [dynamic, longrope])
-def test_what_the_plan_keeps_apart_would_indeed_differ(make: object) -> None:
+def test_what_the_plan_keeps_apart_would_indeed_differ(make: Callable[[], Decoder]) -> None:
     """If this fails, the plan's rule can go."""
-    assert _worst(make(), (90, 20), 90) > 1e-4  # type: ignore[operator]
+    assert _worst(make(), (90, 20), 90) > 1e-4

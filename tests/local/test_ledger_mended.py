@@ -16,6 +16,7 @@ from hiddenq.produce import produce
 from hiddenq.storage import LocalStore, Spool, StoreSettings
 from producer import ProducerSettings
 from producer.prepare import Prepared
+from tests.support.logs import logged
 from tests.support.redis_server import RedisServer, redis_client
 from tests.uploader.running import finished, invariant_holds, running_uploader
 from tests.uploader.small_run import SmallRun, small_run
@@ -88,9 +89,9 @@ def test_an_entry_that_cannot_be_read_is_proved_in_the_store_again(
         report = start()
         assert (report.num_committed, report.num_enqueued) == (3, 0), f"nothing is made again: {garbage!r}"
         assert Ledger(redis_client, run.name).entries() == before
-    told = [record.msg for record in caplog.records if "ledger_entries_unreadable" in str(record.msg)]
-    assert [line["num_batches"] for line in told] == [1] * len(GARBAGE)  # type: ignore[index]
-    assert told[0]["last"].startswith("batch 000001: LedgerEntry: not JSON"), told  # type: ignore[index]
+    told = logged(caplog, "ledger_entries_unreadable")
+    assert [line["num_batches"] for line in told] == [1] * len(GARBAGE)
+    assert told[0]["last"].startswith("batch 000001: LedgerEntry: not JSON"), told
     complete()
 
 

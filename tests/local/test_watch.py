@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -32,14 +33,14 @@ class Processes:
 
 
 @pytest.fixture
-def bench(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def bench(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(watch, "STUCK_SECONDS", STUCK_SECONDS)
     with ExitStack() as stack:
         yield Bench(redis_server, stack)
 
 
 def watched(bench: Bench, processes: Processes) -> Watch:
-    watch_ = Watch(bench.client, bench.enqueue(3), processes)  # type: ignore[arg-type]
+    watch_ = Watch(bench.client, bench.enqueue(3), processes)
     assert watch_.reason(0, enqueuing=False) is None, "the first look sees something move"
     return watch_
 
@@ -111,7 +112,7 @@ def test_a_redis_that_lost_the_run_is_told_from_one_that_is_away(bench: Bench) -
     bench.client.flushall()
     assert watch_.is_unknown()
     nowhere = redis.Redis(port=free_port(), retry=never_again())
-    away = Watch(nowhere, record("run"), Processes())  # type: ignore[arg-type]
+    away = Watch(nowhere, record("run"), Processes())
     assert not away.is_unknown()
     assert away.reason(0, enqueuing=False) is away.reason(0, enqueuing=False) is None
 

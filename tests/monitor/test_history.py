@@ -114,8 +114,9 @@ def test_a_worker_stalls_only_while_it_could_finish_something(
 
 def test_time_in_a_state_counts_from_its_beginning() -> None:
     history = History()
-    for at, state in ((0.0, "starting"), (50.0, "starting"), (60.0, "idle"), (90.0, "idle")):
-        history = history.seen(at=at, totals={}, workers=[report(0, state)], num_waiting={})  # type: ignore[arg-type]
+    states: tuple[tuple[float, WorkerState], ...] = ((0, "starting"), (50, "starting"), (60, "idle"), (90, "idle"))
+    for at, state in states:
+        history = history.seen(at=at, totals={}, workers=[report(0, state)], num_waiting={})
     assert history.state_seconds(report(0, "idle"), 90.0) == 30
 
 

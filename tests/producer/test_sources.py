@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_objects_in_s3_become_files_in_the_order_of_keys(
     for number, (entry, expected) in enumerate(
         [("/", ["a.jsonl", "b.jsonl"]), ("/b.jsonl", ["b.jsonl"]), ("/*.txt", ["notes.txt"])]
     ):
-        files = resolve_data([s3_location.uri + entry], lambda number=number: tmp_path / str(number))  # type: ignore[misc]
+        files = resolve_data([s3_location.uri + entry], partial(Path, tmp_path / str(number)))
         assert [Path(file.name).name for file in files] == expected
         assert [file.path.read_text() for file in files] == expected
     for entry in ("/none.jsonl", "/*.parquet", "/none/"):

@@ -72,8 +72,9 @@ def location(command: Command, model: Path, tmp_path_factory: pytest.TempPathFac
 def test_verify_finds_nothing_and_every_sample_recomputed_agrees(location: Path) -> None:
     report = verify(location, deep=True, recompute=24)
     assert report.ok, report.lines()
-    assert report.num_samples == report.recomputed.num_samples == 24  # type: ignore[union-attr]
-    assert report.recomputed.worst_difference < 1e-5  # type: ignore[union-attr]
+    assert report.recomputed is not None
+    assert report.num_samples == report.recomputed.num_samples == 24
+    assert report.recomputed.worst_difference < 1e-5
 
 
 @pytest.mark.slow

@@ -86,7 +86,9 @@ def test_fp8_comes_out_in_the_dtype_asked_for_within_a_sixteenth_of_each_row(
     run = open_run(made.folder, local_files="map" if len(layers) == 1 else "auto")
     for sample_id in run:
         wanted = made.samples[sample_id].hidden_states
-        assert run[sample_id].hidden_states.dtype == torch.bfloat16  # type: ignore[union-attr]
+        by_default = run[sample_id].hidden_states
+        assert by_default is not None
+        assert by_default.dtype == torch.bfloat16
         sample = run.read(sample_id, torch.float32)
         assert sample.hidden_states is not None
         assert sample.hidden_states.dtype == torch.float32

@@ -20,9 +20,10 @@ Make = Callable[..., MadeRun]
 
 
 def printed(renderable: object, *, colour: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=110, force_terminal=colour, color_system="standard" if colour else None)
+    file = io.StringIO()
+    console = Console(file=file, width=110, force_terminal=colour, color_system="standard" if colour else None)
     console.print(renderable)
-    return str(console.file.getvalue())  # type: ignore[attr-defined]
+    return file.getvalue()
 
 
 def test_a_sample_shows_its_text_its_mask_by_colour_and_its_norms_by_layer(model_run: MadeRun) -> None:

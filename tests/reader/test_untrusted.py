@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -136,42 +137,42 @@ def test_a_header_larger_than_its_samples_can_have_is_never_parsed(make: Make) -
         open_run(made.folder)
 
 
-Change = Callable[[dict[str, dict[str, object]]], str]
+Change = Callable[[dict[str, dict[str, Any]]], str]
 
 
 def moved(by: int) -> Change:
     """Every tensor's offsets moved."""
 
-    def change(fields: dict[str, dict[str, object]]) -> str:
+    def change(fields: dict[str, dict[str, Any]]) -> str:
         for field in fields.values():
             if "data_offsets" in field:
-                field["data_offsets"] = [offset + by for offset in field["data_offsets"]]  # type: ignore[attr-defined]
+                field["data_offsets"] = [offset + by for offset in field["data_offsets"]]
         return json.dumps(fields)
 
     return change
 
 
-def overlapping(fields: dict[str, dict[str, object]]) -> str:
+def overlapping(fields: dict[str, dict[str, Any]]) -> str:
     names_ = [name for name in fields if name.endswith("_mask")]
     fields[names_[1]]["data_offsets"] = fields[names_[0]]["data_offsets"]
     return json.dumps(fields)
 
 
-def negative(fields: dict[str, dict[str, object]]) -> str:
+def negative(fields: dict[str, dict[str, Any]]) -> str:
     name = next(name for name in fields if name.endswith("input_ids"))
     fields[name]["shape"] = [-1]
     return json.dumps(fields)
 
 
 def renamed(name: str) -> Change:
-    def change(fields: dict[str, dict[str, object]]) -> str:
+    def change(fields: dict[str, dict[str, Any]]) -> str:
         old = next(each.removesuffix(".input_ids") for each in fields if each.endswith(".input_ids"))
         return json.dumps({each.replace(f"{old}.", f"{name}.", 1): field for each, field in fields.items()})
 
     return change
 
 
-def doubled(fields: dict[str, dict[str, object]]) -> str:
+def doubled(fields: dict[str, dict[str, Any]]) -> str:
     name = next(name for name in fields if name.endswith("input_ids"))
     return json.dumps(fields)[:-1] + f', "{name}": {json.dumps(fields[name])}}}'
 

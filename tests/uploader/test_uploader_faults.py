@@ -23,6 +23,7 @@ from hiddenq.delivery import Ledger, dead_letters, refusals, retry_dead
 from hiddenq.storage import LocalStore, ObjectStore, Spool, StoreSettings, local, open_store, s3_client
 from hiddenq.storage.runfiles import load_manifest
 from tests.support.faulty_proxy import Answer, BlackHole, FaultyProxy, Reset, Slow, parts, puts
+from tests.support.logs import logged
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Location, S3Server
 from tests.support.waiting import wait_until
@@ -163,7 +164,7 @@ def test_a_run_whose_store_fails_waits_while_the_other_runs_of_the_spool_go_on(
         wait_until(lambda: uploader.metric("waiting_runs") == 1 and uploader.metric("store_away") == 1)
         report = wait_until(lambda: (r := uploader.status.report()).state == "waiting" and r)
         assert reason in report.detail
-        told = {record.msg["event"] for record in caplog.records if reason in str(record.msg)}  # type: ignore[index]
+        told = {line["event"] for line in logged(caplog, reason)}
         assert told & {"run_refused", "handed_back"}
         scene.proxy.heal()
         scene.finished(failing)
