@@ -24,7 +24,7 @@ from gpu_worker.extraction import check_layers
 from gpu_worker.kernels import attentions_for
 from hiddenq.contracts.errors import ModelError, words_of
 from hiddenq.dequantized import cast_rest
-from hiddenq.model_files import check_folder, check_here, weight_files
+from hiddenq.model_files import check_folder, check_here, place_of, weight_files
 
 WRAPPED_DECODER = r"^(model\.)?(language_model|text_model)\.(model\.)?"
 """Prefix of the decoder's weights in a wrapper's checkpoint."""
@@ -66,6 +66,7 @@ def load_decoder(
         ModelError: no such model, a kind that is not supported, a layer id that does not exist, a decoder weight that
             the checkpoint lacks, or a quantisation that can't run here as asked.
     """
+    path = place_of(path)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if not Path(path).is_dir():
         common["revision"] = revision

@@ -27,7 +27,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import ModelError, words_of
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import METADATA_KEY, SAFETENSORS_DTYPES
-from hiddenq.model_files import check_here
+from hiddenq.model_files import check_here, place_of
 from hiddenq.storage import ObjectStore
 
 _WRAPPERS = ("model", "language_model", "text_model", "transformer")
@@ -64,6 +64,7 @@ def load_head(name: str, revision: str | None) -> nn.Module:
         ModelError: there is no such model, or a tensor is missing, of another shape, or quantised.
     """
     check_here(name)
+    name = place_of(name)
     try:
         model = _without_weights(AutoConfig.from_pretrained(name, revision=revision))
     except (OSError, ValueError) as error:
@@ -119,7 +120,7 @@ def _weight_files(name: str, revision: str | None) -> Iterator[str]:
             raise ModelError(f"--target-head: {name}: no model.safetensors; save the checkpoint as safetensors")
         yield single
         return
-    weight_map = json.loads(Path(index).read_text())["weight_map"]
+    weight_map = json.loads(Path(index).read_bytes())["weight_map"]
     outside = {file for key, file in weight_map.items() if not re.search(r"\.\d+\.", key)}
     for file in sorted(outside):
         if (path := cached_file(name, file, **missing)) is None:

@@ -37,6 +37,12 @@ def check_here(model: str, *, was_folder: bool = False) -> None:
         raise ModelError(f"--model {model}: no such folder on this host")
 
 
+def place_of(model: str) -> str:
+    """What Transformers can open: a folder's path without `~`, a hub id as it is."""
+    folder = Path(model).expanduser()
+    return str(folder) if folder.is_dir() else model
+
+
 def check_folder(model: str, folder: Path) -> None:
     """Refuse a folder that is no Transformers checkpoint of a whole model; its weights are `weight_files`' to check.
 

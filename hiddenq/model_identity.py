@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from hiddenq.contracts.errors import ModelError, UsageError, words_of
 from hiddenq.contracts.run import Dtype, ModelIdentity
-from hiddenq.model_files import check_folder, check_here, weights_digest
+from hiddenq.model_files import check_folder, check_here, place_of, weights_digest
 
 AskedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -68,11 +68,9 @@ def identify_model(
 
     source: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
     try:
-        raw, _ = PreTrainedConfig.get_config_dict(str(folder) if is_folder else model, **source)
+        raw, _ = PreTrainedConfig.get_config_dict(place_of(model), **source)
         commit = raw.pop("_commit_hash", None)
-        config = AutoConfig.from_pretrained(
-            str(folder) if is_folder else model, trust_remote_code=trust_remote_code, **source
-        )
+        config = AutoConfig.from_pretrained(place_of(model), trust_remote_code=trust_remote_code, **source)
     except Exception as error:  # every kind of failure in here has one cause: this model can't be used
         raise ModelError(f"--model {model}: {_why(error, is_folder, local_only)}") from error
     text_config = config.get_text_config(decoder=True)

@@ -2,7 +2,7 @@
 
 Consumes dataset files, a model's config and tokenizer. Produces `tokens/`, `rejected.jsonl` and `run.json` in the
 output location; `hiddenq.produce` enqueues the batches listed there. Imports `hiddenq.contracts`, `.storage`,
-`.telemetry` and `.model_identity`; never torch, never another stage.
+`.telemetry`, `.model_identity` and `.model_files`; never torch, never another stage.
 
 A row's way: `sources` finds its file and `formats` reads it, `conversation` checks it, `rendering` makes one string of
 it, `tokenizer` its ids, `mask` says what is supervised, `encoder` does these for a block of rows and `pool` for several

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenq.contracts.errors import ModelError, UsageError, words_of
+from hiddenq.model_files import place_of
 from hiddenq.model_identity import TargetModel
 from producer.bytelevel import ByteLengths
 from producer.fidelity import check_faithful
@@ -62,11 +63,11 @@ class TokenizerSource:
         template = None
         if settings.chat_template is not None:
             try:
-                template = settings.chat_template.read_text()
+                template = settings.chat_template.expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"--chat-template {settings.chat_template}: can't be read: {error}") from error
         return cls(
-            model=str(folder) if (folder := Path(settings.model).expanduser()).is_dir() else settings.model,
+            model=place_of(settings.model),
             revision=target.identity.revision,
             local_only=target.local_only,
             trust_remote_code=settings.trust_remote_code,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +72,19 @@ def test_spans_of_generation_blocks_are_those_of_the_text() -> None:
     rendered, spans = ChatTemplate(text, {}).render_marked(chat("one", "two")["messages"])
     assert rendered == "[one][two]"
     assert [rendered[begin:end] for begin, end in spans] == ["one", "two"]
+
+
+def test_a_template_file_is_read_as_utf_8_whatever_the_locale(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("na\u00efve", encoding="utf-8")
+    code = (
+        "import sys; from producer import ProducerSettings; from producer.tokenizer import TokenizerSource; "
+        "from hiddenq.model_identity import identify_model; "
+        "settings = ProducerSettings(model=sys.argv[1], data=('x',), chat_template=sys.argv[2]); "
+        "print(ascii(TokenizerSource.of(settings, identify_model(sys.argv[1])).chat_template))"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    read = subprocess.run(
+        [sys.executable, "-c", code, model, file], env=os.environ | locale, capture_output=True, text=True, check=False
+    )
+    assert read.stdout == "'na\\xefve'\n", read.stderr

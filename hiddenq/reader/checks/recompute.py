@@ -22,6 +22,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from hiddenq.contracts.errors import HiddenqError, ModelError, UsageError, words_of
 from hiddenq.contracts.run import RunConfig
 from hiddenq.dequantized import cast_rest
+from hiddenq.model_files import place_of
 from hiddenq.reader.checks.report import Findings, Recomputed
 from hiddenq.reader.decode import TORCH_DTYPES, Sample
 from hiddenq.reader.run import Run
@@ -46,7 +47,7 @@ def recompute_samples(
         UsageError: there is no such device.
     """
     config = run.config
-    name = model or config.model.model
+    name = place_of(model or config.model.model)
     chosen = random.Random(seed).sample(run.sample_ids.tolist(), min(number, len(run)))
     if not chosen:
         return None
