@@ -151,5 +151,5 @@ def print_summary(
     table.add_row(
         "result", "complete" if manifest.complete else f"incomplete: {len(manifest.dead_letters):,} dead letters"
     )
-    table.add_row("location", record.location)
+    table.add_row("location", Text(record.location))
     Console().print(table, highlight=False)

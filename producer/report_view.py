@@ -47,7 +47,7 @@ def _facts(report: PlanReport) -> Table:
     table = _grid()
     final = " and the final state" if report.final_hidden_state else ""
     layers = f"layers {', '.join(map(str, report.target_layer_ids))}" if report.target_layer_ids else "no layers"
-    table.add_row("model", f"{report.model} ({report.architecture}, {report.dtype})")
+    table.add_row("model", Text(f"{report.model} ({report.architecture}, {report.dtype})"))
     table.add_row("rows", f"{report.num_rows:,} ({report.row_schema}): {report.num_samples:,} kept, "
                           f"{report.num_rejected:,} rejected")  # fmt: skip
     for name, count in report.repairs.items():

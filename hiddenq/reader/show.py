@@ -8,6 +8,7 @@ stand for the text.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from hiddenq.model_files import place_of
 from hiddenq.reader.decode import Sample
 from hiddenq.reader.run import Run
 
@@ -54,7 +56,7 @@ def load_decoder(model: str) -> Decode | None:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(place_of(model))
     except (ImportError, OSError, ValueError):
         return None
 
@@ -128,10 +130,11 @@ def _norms(run: Run, sample: Sample) -> Table:
         table.add_column(name, justify="left" if name == "layer" else "right")
     table.add_column("median, to scale")
     norms = layer_norms(sample, run.target_layer_ids)
-    widest = max((float(values.median()) for values in norms.values()), default=0.0) or 1.0
+    medians = {name: float(values.median()) for name, values in norms.items()}
+    widest = max(filter(math.isfinite, medians.values()), default=0.0) or 1.0
     for name, values in norms.items():
-        median = float(values.median())
-        bar = "█" * max(1, round(_BAR_WIDTH * median / widest)) if median == median else "not finite"
+        median = medians[name]
+        bar = "█" * max(1, round(_BAR_WIDTH * median / widest)) if math.isfinite(median) else "not finite"
         row = (f"{median:.3g}", f"{float(values.min()):.3g}", f"{float(values.max()):.3g}", str(int(values.argmax())))
         table.add_row(name, *row, bar)
     return table

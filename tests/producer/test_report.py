@@ -55,6 +55,13 @@ def test_a_plan_says_so_when_a_run_would_refuse_the_input(model: Path, tmp_path:
     assert "A run would refuse this input" in shown(report)
 
 
+def test_a_folder_with_brackets_in_its_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m[bold] [" / "x]")
+    data = write_lines(tmp_path / "rows.jsonl", rows())
+    text = shown(plan(ProducerSettings(model=str(model), data=(str(data),), target_layers="1,2")))
+    assert str(model) in text
+
+
 def test_what_is_shown_holds_all_that_was_asked_for(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "rows.jsonl", rows())
     settings = ProducerSettings(model=str(model), data=(str(data),), target_layers="1,2")
