@@ -37,7 +37,7 @@ def check_model(
             f"hf download OWNER/NAME --local-dir {folder}, or mount the folder that has it",
         )
         return
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     yield from check_kernels(config, on_gpu=bool(gpu_bytes))
     if not gpu_bytes:
         return
