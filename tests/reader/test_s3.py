@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -194,5 +195,6 @@ def test_a_stream_that_is_left_in_an_outage_does_not_wait_for_its_end(
     next(iterator)
     wait_until(lambda: plan.num_met > s3_client.NUM_ATTEMPTS)
     started = time.monotonic()
-    iterator.close()  # type: ignore[attr-defined]
+    assert isinstance(iterator, Generator)
+    iterator.close()
     assert time.monotonic() - started < 5

@@ -21,7 +21,7 @@ from gpu_worker.head_probe import describe_head, take_layers_out
 from gpu_worker.target_head import write_target_head
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, ModelError, RunMismatch, UsageError
-from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.run import Dtype, RunConfig
 from hiddenq.reader import open_run
 from hiddenq.storage import open_store
 from tests.support.made_run import MadeRun, make_run
@@ -51,7 +51,7 @@ def states_and_logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
     return states[-1], logits
 
 
-def config_of(folder: Path, model: str, dtype: str) -> RunConfig:
+def config_of(folder: Path, model: str, dtype: Dtype) -> RunConfig:
     return make_run(folder, hidden_size=64, dtype=dtype, num_samples=1, rejected_rows=(), model=model).config
 
 

@@ -25,7 +25,15 @@ from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
 from hiddenq.contracts.layers import LAYER_CONVENTION
 from hiddenq.contracts.manifest import BatchPlan, Manifest, Rejected
-from hiddenq.contracts.run import DataFile, DatasetIdentity, ModelIdentity, RunConfig, TokenizerIdentity
+from hiddenq.contracts.run import (
+    DataFile,
+    DatasetIdentity,
+    Dtype,
+    ModelIdentity,
+    RunConfig,
+    StorageDtype,
+    TokenizerIdentity,
+)
 from hiddenq.contracts.shard import ShardFormat, ShardLayout, layout_shard
 from hiddenq.storage.runfiles import encode_batches
 
@@ -168,8 +176,8 @@ def make_run(
     num_layers: int = 6,
     target_layer_ids: tuple[int, ...] = (1, 3),
     hidden_size: int = 16,
-    dtype: str = "bfloat16",
-    storage_dtype: str | None = None,
+    dtype: Dtype = "bfloat16",
+    storage_dtype: StorageDtype | None = None,
     final_hidden_state: bool = True,
     rejected_rows: tuple[int, ...] = (2,),
     token_rows: Sequence[Sequence[int]] | None = None,
@@ -227,7 +235,7 @@ def make_run(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             max_positions=None,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             quantization=None,
         ),
         dataset=DatasetIdentity(
@@ -239,7 +247,7 @@ def make_run(
         tokenizer=TokenizerIdentity(digest="", chat_template_digest=""),
         target_layer_ids=target_layer_ids,
         final_hidden_state=final_hidden_state,
-        storage_dtype=storage_dtype,  # type: ignore[arg-type]
+        storage_dtype=storage_dtype,
         max_length=max_length,
         length_policy="drop",
         token_budget=max_length * samples_per_batch,
