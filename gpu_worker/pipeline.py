@@ -157,22 +157,27 @@ class Pipeline:
     def _collect(self) -> None:
         telemetry.bind(worker=self._consumer.name)
         while (item := self._launched.get()) is not None:
-            work, launched = item
             try:
-                launched.wait()
-                seconds = self.device_time.add(launched)
-            except Exception as error:  # what the device raised long after the launch
-                self._room.release()
-                self._end_badly(work, launched.slot, error)
-                self.fail(DeviceLost(f"batch {work.claim.message.batch_id}: {error}"))
-                continue
+                self._collect_one(*item)
+            except Exception as error:  # not of a batch: those are dealt with inside
+                self.fail(error)
+
+    def _collect_one(self, work: Work, launched: Launched) -> None:
+        try:
+            launched.wait()
+            seconds = self.device_time.add(launched)
+        except Exception as error:  # what the device raised long after the launch
             self._room.release()
-            self._status.busy(seconds)
-            if launched.ended is not None:
-                self._status.metrics.memory_peak.set(torch.cuda.max_memory_reserved(self._engine.device))
-            self._status.metrics.stage_seconds.labels("gpu").observe(seconds)
-            self._status.left_device(work.claim.message.batch_id)
-            self._finished.put(item)
+            self.fail(DeviceLost(f"batch {work.claim.message.batch_id}: {error}"))
+            self._end_badly(work, launched.slot, error)
+            return
+        self._room.release()
+        self._status.busy(seconds)
+        if launched.ended is not None:
+            self._status.metrics.memory_peak.set(torch.cuda.max_memory_reserved(self._engine.device))
+        self._status.metrics.stage_seconds.labels("gpu").observe(seconds)
+        self._status.left_device(work.claim.message.batch_id)
+        self._finished.put((work, launched))
 
     # The spool
 
