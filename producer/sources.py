@@ -112,8 +112,12 @@ def _resolve_local(entry: str) -> list[InputFile]:
 
 def _folder_files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
-        splits = orjson.loads((folder / "dataset_dict.json").read_bytes()).get("splits", [])
-        raise DatasetError(f"--data {folder}: it holds the splits {', '.join(splits)}; name one: {folder}/{splits[0]}")
+        try:
+            splits = [str(name) for name in orjson.loads((folder / "dataset_dict.json").read_bytes())["splits"]]
+            example = f"{folder}/{splits[0]}"
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise DatasetError(f"--data {folder}: its dataset_dict.json names no splits: {error!r}") from error
+        raise DatasetError(f"--data {folder}: it holds the splits {', '.join(splits)}; name one: {example}")
     if (folder / "state.json").is_file():
         return _saved_dataset_files(folder)
     files = sorted(
@@ -190,6 +194,7 @@ def _root_cause(error: BaseException) -> str:
 def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
     """Download an object, the objects that match a pattern, or all data files under a prefix, in the order of keys."""
     import boto3
+    import boto3.exceptions
     import botocore.exceptions
 
     from hiddenq.storage.s3_errors import translate
@@ -197,8 +202,8 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
     bucket, _, wanted = uri.removeprefix("s3://").partition("/")
     if not bucket or not wanted:
         raise DatasetError(f"--data {uri}: expected s3://bucket/key, a pattern, or a prefix that ends in /")
-    client = boto3.client("s3")
     try:
+        client = boto3.client("s3")
         keys = _s3_keys(client, bucket, wanted)
         if not keys:
             raise DatasetError(f"--data {uri}: no object there")
@@ -209,7 +214,9 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
             with needing_room(folder):
                 client.download_file(bucket, key, str(path))
             found.append(InputFile(name=f"s3://{bucket}/{key}", path=path))
-    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+    except boto3.exceptions.RetriesExceededError as error:
+        raise DatasetError(f"--data {uri}: broke off again and again: {words_of(error.last_exception)}") from error
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, ValueError) as error:
         raise DatasetError(str(translate(error, f"--data {uri}"))) from error
     return found
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from botocore.response import StreamingBody
 
 from hiddenq.contracts.errors import DatasetError
 from producer.sources import check_named, digest_files, resolve_data
@@ -61,9 +62,45 @@ def test_a_bucket_without_credentials_says_which_to_set(tmp_path: Path, monkeypa
         resolve_data(["s3://b/x.jsonl"], lambda: tmp_path / "scratch")
 
 
-def test_a_dataset_of_several_splits_must_name_one(tmp_path: Path) -> None:
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DatasetError, match="it holds the splits train, test; name one"):
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [("AWS_PROFILE", "none", r"profile \(none\) could not be found"), ("AWS_ENDPOINT_URL", "none", "Invalid endpoint")],
+)
+def test_a_setting_of_s3_that_cannot_be_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DatasetError, match=rf"--data s3://b/x\.jsonl: .*{text}"):
+        resolve_data(["s3://b/x.jsonl"], lambda: tmp_path / "scratch")
+
+
+def test_a_download_that_breaks_off_again_and_again_is_one_line(
+    tmp_path: Path, s3_server: S3Server, s3_location: S3Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    key = f"{s3_location.prefix}/rows.jsonl"
+    s3_server.client().put_object(Bucket=s3_location.bucket, Key=key, Body=b"rows")
+
+    def broken(*_arguments: object, **_named: object) -> bytes:
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(StreamingBody, "read", broken)
+    with pytest.raises(DatasetError, match=r"rows\.jsonl: broke off again and again: reset by peer"):
+        resolve_data([f"{s3_location.uri}/rows.jsonl"], lambda: tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"splits": ["train", "test"]}', "it holds the splits train, test; name one"),
+        ('{"splits": []}', "its dataset_dict.json names no splits: IndexError"),
+        ("[]", "its dataset_dict.json names no splits: TypeError"),
+    ],
+)
+def test_a_dataset_of_several_splits_must_name_one(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(DatasetError, match=text):
         resolve_data([str(tmp_path)], lambda: tmp_path)
 
 
