@@ -55,13 +55,17 @@ def encode_blocks(
         while waiting:
             done, worker = waiting.popleft()
             yield done, worker.receive()
-    except (EOFError, OSError) as error:
+    except _Died as error:
         raise UsageError(
             f"--processes {num_processes}: a tokenising process died, most likely for want of memory; use fewer"
         ) from error
     finally:
         for worker in workers:
             worker.end()
+
+
+class _Died(Exception):
+    """A process is no longer at the other end of its pipe."""
 
 
 class _Worker:
@@ -75,10 +79,16 @@ class _Worker:
         theirs.close()
 
     def send(self, block: Block) -> None:
-        self._pipe.send(block)
+        try:
+            self._pipe.send(block)
+        except OSError as error:
+            raise _Died from error
 
     def receive(self) -> EncodedBlock:
-        result = self._pipe.recv()
+        try:
+            result = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _Died from error
         if isinstance(result, Exception):
             raise result
         assert isinstance(result, EncodedBlock)
@@ -102,7 +112,11 @@ def _work(pipe: Connection, settings: EncoderSettings) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the parent has said it once
     if settings.tokenizer is None or not settings.tokenizer.trust_remote_code:
         block_torch()
-    encoder = Encoder(settings)
+    try:
+        encoder = Encoder(settings)
+    except Exception as error:
+        results.put(error)  # for the first block; the parent then closes the pipe
+        threading.Event().wait()
     gc.freeze()  # what is loaded now stays; looking through it again and again costs several per cent
     while True:
         block = blocks.get()

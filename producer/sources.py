@@ -215,7 +215,8 @@ def _fetch_s3(uri: str, folder: Path) -> list[InputFile]:
                 client.download_file(bucket, key, str(path))
             found.append(InputFile(name=f"s3://{bucket}/{key}", path=path))
     except boto3.exceptions.RetriesExceededError as error:
-        raise DatasetError(f"--data {uri}: broke off again and again: {words_of(error.last_exception)}") from error
+        last = getattr(error, "last_exception", error)  # which its stubs don't know
+        raise DatasetError(f"--data {uri}: broke off again and again: {words_of(last)}") from error
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, ValueError) as error:
         raise DatasetError(str(translate(error, f"--data {uri}"))) from error
     return found

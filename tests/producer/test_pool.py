@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import pickle
 import signal
@@ -9,16 +11,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.errors import ModelError, UsageError
+from producer.blocks import Block
 from producer.encoder import Encoder, EncoderSettings
 from producer.formats import read_blocks
 from producer.pool import encode_blocks
 from producer.sources import InputFile
+from producer.tokenizer import TokenizerSource
 from tests.producer.conftest import write_lines
 
 
@@ -75,6 +80,24 @@ def test_a_killed_process_is_one_line(data: Path) -> None:
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(UsageError, match="--processes 2: a tokenising process died, most likely for want of memory"):
         list(encoded)
+
+
+def test_a_process_that_cannot_load_its_tokenizer_says_so(data: Path) -> None:
+    source = TokenizerSource(
+        model="/nowhere", revision=None, local_only=True, trust_remote_code=False, chat_template=None
+    )
+    settings = dataclasses.replace(SETTINGS, tokenizer=source)
+    with pytest.raises(ModelError, match="--model /nowhere: its tokenizer can't be loaded"):
+        list(encode_blocks(read_blocks([InputFile.at(data)]), Encoder(SETTINGS), settings, 2))
+
+
+def test_rows_that_cannot_be_read_are_not_blamed_on_a_process(data: Path) -> None:
+    def broken() -> Iterator[Block]:
+        yield from itertools.islice(read_blocks([InputFile.at(data)]), 1)
+        raise OSError("the disk is broken")
+
+    with pytest.raises(OSError, match="the disk is broken"):
+        list(encode_blocks(broken(), Encoder(SETTINGS), SETTINGS, 2))
 
 
 def test_processes_end_with_the_one_that_started_them(data: Path, tmp_path: Path) -> None:
