@@ -16,6 +16,8 @@ from hiddenq.model_identity import rope_parameters
 
 MAX_LENGTH = (1 << 24) - 1
 """The longest sample that the order of samples can hold."""
+MAX_SAMPLES = 65_535
+"""A GPU's grid has no more rows (CUDA's limit of its second axis)."""
 _HEADER_BYTES_PER_SAMPLE = 640
 _HEADER_BYTES = 16 << 10
 
@@ -86,7 +88,8 @@ class BatchLimits:
         """Whether a batch may be so large."""
         header = _HEADER_BYTES + _HEADER_BYTES_PER_SAMPLE * num_samples
         return (
-            num_samples * padded_length <= self.token_budget
+            num_samples <= MAX_SAMPLES
+            and num_samples * padded_length <= self.token_budget
             and num_tokens * self.bytes_per_token + header <= self.max_shard_bytes
         )
 

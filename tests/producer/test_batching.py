@@ -54,6 +54,11 @@ def test_the_plan_is_a_partition_within_its_limits(lengths: list[int], seed: int
     assert first == len(lengths)
 
 
+def test_a_batch_of_tiny_samples_has_no_more_rows_than_a_gpus_grid() -> None:
+    batches = list(cut_batches([1] * 70_000, limits(RotaryLimits(), token_budget=1 << 20, max_shard_bytes=1 << 30)))
+    assert [batch.num_samples for batch in batches] == [65_535, 4_465]
+
+
 @given(LENGTHS)
 def test_the_longest_comes_first_and_equals_keep_the_order_of_rows(lengths: list[int]) -> None:
     keys = ordered(lengths, None, RotaryLimits())
