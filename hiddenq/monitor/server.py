@@ -13,6 +13,7 @@ Prometheus drop every target, and a worker that vanished with its target is one 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from importlib.resources import files
@@ -154,9 +155,17 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left, or says nothing, is no fault."""
+        if not isinstance(sys.exception(), OSError):
+            telemetry.logger().exception("http_failed", client=client_address[0])
+
 
 class _Handler(WSGIRequestHandler):
     """No line a request on stderr: scrapes come every few seconds."""
+
+    timeout = 60.0
+    """Seconds without a byte from or to a client; a connection that is merely held would hold a thread."""
 
     def log_message(self, format: str, *args: Any) -> None:  # the base class names it so
         telemetry.logger().debug("http", request=format % args)
