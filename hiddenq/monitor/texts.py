@@ -47,4 +47,9 @@ def format_share(value: float | None) -> str:
 
 def format_time(at: float | None) -> str:
     """`2026-11-30 04:05 UTC`; a dash for None."""
-    return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    if at is None:
+        return "–"
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):  # at a rate of almost nothing
+        return "after the year 9999"

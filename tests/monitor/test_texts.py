@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiddenq.monitor import format_bytes, format_rate, format_seconds, format_share
+from hiddenq.monitor.texts import format_time
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,16 @@ def test_rates_have_three_figures(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(None, "–"), (0.1234, "12.3 %"), (0.99999, "99.9 %"), (1.0, "100 %")])
 def test_a_share_is_100_only_when_all_is_done(value: float | None, text: str) -> None:
     assert format_share(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (1_764_475_500.0, "2025-11-30 04:05 UTC"),
+        (4e11, "after the year 9999"),
+        (1e18, "after the year 9999"),
+    ],
+)
+def test_an_end_that_is_ages_away_is_said_and_not_computed(value: float | None, text: str) -> None:
+    assert format_time(value) == text
