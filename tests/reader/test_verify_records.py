@@ -227,6 +227,22 @@ def test_a_row_that_is_nowhere_or_twice_is_found(make: Make) -> None:
     assert any("row 2 stands" in finding.text for finding in verify(made.folder).findings)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_rows", 10**15, f"row 13 is nowhere ({10**15 - 13} such rows)"),
+        ("num_token_parts", 10**12, f"num_token_parts: expected {10**12} by run.json, found 2"),
+    ],
+)
+def test_numbers_of_run_json_that_are_far_too_large_cost_no_memory_and_no_time(
+    make: Make, field: str, value: int, text: str
+) -> None:
+    made = make()
+    path = made.folder / names.RUN_JSON
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert text in [finding.text for finding in verify(made.folder).findings if finding.kind == "plan"]
+
+
 def test_a_mask_shifted_in_token_part_and_shard_alike_is_found(make: Make) -> None:
     made = make()
     path = made.folder / names.token_part_key(0)

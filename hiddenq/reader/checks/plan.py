@@ -63,10 +63,14 @@ def check_rows(
     if ((rows < 0) | (rows >= config.num_rows)).any():
         findings.add("plan", names.TOKENS_PREFIX, f"a row number outside 0…{config.num_rows - 1}")
         return
-    times = np.bincount(rows, minlength=config.num_rows)
-    for wrong, text in ((times > 1, "stands in the plan or the rejects more than once"), (times == 0, "is nowhere")):
-        if wrong.any():
-            findings.add("plan", names.TOKENS_PREFIX, f"row {int(np.argmax(wrong))} {text} ({wrong.sum()} such rows)")
+    found, times = np.unique(rows, return_counts=True)  # in memory of what is there, whatever run.json says
+    again = found[times > 1]
+    if len(again):
+        text = f"row {again[0]} stands in the plan or the rejects more than once ({len(again)} such rows)"
+        findings.add("plan", names.TOKENS_PREFIX, text)
+    if (num_missing := config.num_rows - len(found)) > 0:
+        first = int(np.append(found != np.arange(len(found)), True).argmax())
+        findings.add("plan", names.TOKENS_PREFIX, f"row {first} is nowhere ({num_missing} such rows)")
     if num_supervised != config.num_supervised:
         findings.add(
             "plan",

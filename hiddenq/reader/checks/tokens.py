@@ -80,7 +80,7 @@ class Plan:
             by_part.setdefault(batch.token_part, []).append(batch)
         limit = 5 * self._config.num_tokens + 16 * self._config.num_samples + MAX_FRAME_BYTES
         digest, whole = hashlib.blake2b(digest_size=16), True
-        for part in range(self._config.num_token_parts):
+        for part in range(min(self._config.num_token_parts, len(self.batches))):  # each part holds a batch
             key = names.token_part_key(part)
             held = None
             try:
