@@ -6,6 +6,7 @@ context bound to its process: run, worker, stage.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -18,6 +19,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from hiddenq.contracts.errors import UsageError
 
 PORT_TRIES = 64
+_OF_A_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
+"""Errors that another port may not have."""
 
 
 def configure_logging(*, default_level: str = "INFO", **context: Any) -> None:
@@ -74,15 +77,17 @@ def serve_metrics(registry: CollectorRegistry, *, port: int, address: str = "127
     Port 0 serves nowhere and returns 0.
 
     Raises:
-        UsageError: none of the next 64 ports can be bound.
+        UsageError: none of the next 64 ports can be bound, or the address is none of this machine's.
     """
     if port == 0:
         return 0
     for candidate in range(port, min(port + PORT_TRIES, 65536)):
         try:
             start_http_server(candidate, addr=address, registry=registry)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in _OF_A_PORT:
+                continue
+            raise UsageError(f"--metrics-bind {address}: can't be listened on: {error.strerror}") from error
         return candidate
     raise UsageError(f"--metrics-port {port}: no free port from {port} to {port + PORT_TRIES - 1} on {address}")
 
