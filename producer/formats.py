@@ -65,7 +65,7 @@ def read_blocks(files: Sequence[InputFile], limit: int | None = None) -> Iterato
                 yield replace(block, first_row=row, file=file.name, num_bytes_read=num_bytes_read)
                 row += block.num_rows
             num_bytes_before += file.path.stat().st_size
-        except (OSError, EOFError, pa.ArrowException, zlib.error) as error:
+        except (OSError, EOFError, pa.ArrowException, zlib.error, KeyError) as error:  # the last: columns of one name
             raise DatasetError(f"--data {file.name}: can't be read after row {row}: {error}") from error
 
 

@@ -124,6 +124,7 @@ def _folder_files(folder: Path) -> list[Path]:
         file
         for file in folder.rglob("*")
         if file.suffix in _SUFFIXES
+        and file.is_file()
         and file.name not in _NOT_DATA
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )

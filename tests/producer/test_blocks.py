@@ -233,3 +233,12 @@ def test_reading_takes_memory_for_a_piece_of_a_file_not_for_the_file(tmp_path: P
 @pytest.mark.parametrize("first", [b"[{}]", b"[]", b"[1, 2]", b"[" * 9, b'[{"broken'])
 def test_a_first_row_that_is_an_array_is_a_bad_row_not_a_bad_file(tmp_path: Path, first: bytes) -> None:
     assert read(write_lines(tmp_path / "data", [first, ROWS[0]]))[1] == ROWS[0]
+
+
+def test_a_file_with_two_columns_of_one_name_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.arrow"
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DatasetError, match=r"rows\.arrow: can't be read after row 0: .*exists 2 times"):
+        list(read_blocks([InputFile.at(path)]))

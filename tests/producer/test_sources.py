@@ -29,8 +29,8 @@ def test_files_come_in_the_order_given_and_globs_sorted(tmp_path: Path) -> None:
 
 def test_a_folder_gives_its_data_files_sorted_and_nothing_hidden(tmp_path: Path) -> None:
     (tmp_path / "data" / ".cache").mkdir(parents=True)
-    (tmp_path / "data" / "more").mkdir()
-    for name in ("b.jsonl", "README.md", ".hidden.jsonl", ".cache/x.jsonl", "more/a.jsonl.gz"):
+    (tmp_path / "data" / "more.json").mkdir()
+    for name in ("b.jsonl", "README.md", ".hidden.jsonl", ".cache/x.jsonl", "more.json/a.jsonl.gz"):
         (tmp_path / "data" / name).write_bytes(b"{}\n")
     assert names(tmp_path, str(tmp_path / "data")) == ["b.jsonl", "a.jsonl.gz"]
 
