@@ -79,7 +79,12 @@ class HiddenStatesStream(IterableDataset[Sample]):
         """Choose the order of the next iteration; call it before each epoch, with the same number on every rank.
 
         The epoch of a state that was just loaded changes nothing: the stream goes on within it.
+
+        Raises:
+            UsageError: a negative number.
         """
+        if epoch < 0:
+            raise UsageError(f"epoch {epoch}: at least 0")
         if epoch != self.epoch:
             self._position, self._resumed = 0, None
         self._epoch.fill_(epoch)

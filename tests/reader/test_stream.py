@@ -199,6 +199,13 @@ def test_a_stream_that_can_not_be_is_refused(make: Make, fields: dict[str, Any],
         HiddenStatesStream(make().folder, **fields)
 
 
+def test_a_negative_epoch_is_refused_where_it_is_set(make: Make) -> None:
+    stream = HiddenStatesStream(make().folder)
+    with pytest.raises(UsageError, match="epoch -1: at least 0"):
+        stream.set_epoch(-1)
+    assert stream.epoch == 0
+
+
 def test_many_epochs_take_no_more_memory_than_one(make: Make) -> None:
     made = make(num_samples=24, min_length=250, max_length=250, hidden_size=1024, samples_per_batch=8)
     stream = HiddenStatesStream(made.folder, prefetch_bytes=8 << 20, threads=2)
