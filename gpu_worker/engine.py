@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from gpu_worker.extraction import Extractor
-from gpu_worker.inputs import PaddedBatch
-from gpu_worker.memory import RowLimits, run_in_parts
+from gpu_worker.inputs import DeviceBatch, PaddedBatch
+from gpu_worker.memory import OutOfMemory, RowLimits, run_in_parts
 from gpu_worker.selfcheck import PendingCheck, compare_alone, shortest_row
+from hiddenq import telemetry
 
 NUM_PAYLOADS = 2
 _ROUND_BYTES = 2 << 20
@@ -201,8 +202,18 @@ class Engine:
                 limits=self.limits,
                 release=self._release,
             )
-            pending = compare_alone(extractor, batch, on_device, shortest_row(batch)) if check else None
+            pending = self._check(extractor, batch, on_device) if check else None
         return num_splits, on_device.destination.nonfinite_CB, pending
+
+    def _check(self, extractor: Extractor, batch: PaddedBatch, on_device: DeviceBatch) -> PendingCheck | None:
+        """The shortest row alone; None if there is no room for that beside the batch, which it must cost nothing."""
+        row = shortest_row(batch)
+        try:
+            return compare_alone(extractor, batch, on_device, row)
+        except OutOfMemory:
+            telemetry.logger().warning("self_check_left_out", sample=batch.sample_ids[row], error="out of memory")
+        self._release()
+        return None
 
     def _release(self) -> None:
         if self._on_gpu:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_worker import engine
 from gpu_worker.engine import Engine, Ring
 from gpu_worker.extraction import Extractor
 from gpu_worker.inputs import pad_rows
@@ -74,14 +75,28 @@ def test_a_batch_that_is_split_gives_the_same_bytes() -> None:
     rows = token_rows([12, 9, 30, 4, 22])
     expected = extract(extractor, rows).payload
     handle = decoder.layers[1].register_forward_pre_hook(_refuse_more_than(2))
-    engine = Engine(torch.device("cpu"))
     batch = pad_rows(rows, extractor.shard_format, padded_length=30, vocab_size=VOCAB_SIZE)
     slot = Ring(2, batch.num_bytes, pinned=False).take(1)
     assert slot is not None
-    launched = engine.launch(extractor, batch, slot)
+    launched = Engine(torch.device("cpu")).launch(extractor, batch, slot)
     handle.remove()
     assert launched.num_splits == 2
     assert torch.equal(launched.payload, expected)
+
+
+def test_a_self_check_that_memory_has_no_room_for_costs_its_batch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OutOfMemory("CUDA out of memory.")
+
+    monkeypatch.setattr(engine, "compare_alone", refuse)
+    extractor = Extractor(tiny_decoder("qwen3"), shard_format([0, 2]))
+    rows = token_rows([12, 9])
+    batch = pad_rows(rows, extractor.shard_format, padded_length=12, vocab_size=VOCAB_SIZE)
+    slot = Ring(2, batch.num_bytes, pinned=False).take(1)
+    assert slot is not None
+    launched = Engine(torch.device("cpu")).launch(extractor, batch, slot, check=True)
+    assert launched.check is None
+    assert torch.equal(launched.payload, extract(extractor, rows).payload)
 
 
 def _refuse_more_than(rows: int) -> Callable[[object, tuple[torch.Tensor, ...]], None]:
