@@ -1,6 +1,6 @@
 """Failures in a row: when a worker should stop taking batches.
 
-Invariant: one batch that succeeds ends the row; errors that are nobody's fault here (Redis or the store away, a
+Invariant: one batch that succeeds ends the row; errors that are nobody's fault here (Redis, store or spool away, a
 message that is not of the run) neither lengthen nor end it. So one bad batch never stops a worker, and a bad GPU never
 eats a queue.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from hiddenq.contracts.errors import BadMessage, LeaseLost, RedisAway, StoreAway
+from hiddenq.contracts.errors import BadMessage, LeaseLost, RedisAway, SpoolAway, StoreAway
 
 
 class DeviceLost(Exception):
@@ -27,7 +27,7 @@ class FailureStreak:
 
     def failed(self, error: BaseException) -> None:
         """An execution failed."""
-        if isinstance(error, RedisAway | StoreAway | LeaseLost | BadMessage):
+        if isinstance(error, RedisAway | StoreAway | SpoolAway | LeaseLost | BadMessage):
             return
         with self._lock:
             self._in_a_row += 1

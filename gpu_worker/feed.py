@@ -19,7 +19,7 @@ from gpu_worker.report import WorkerStatus
 from gpu_worker.runs import Host, ServedRun
 from hiddenq import telemetry
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import StoreRefused, UserError
+from hiddenq.contracts.errors import SpoolAway, StoreAway, StoreRefused, UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.shard import ShardLayout
 from hiddenq.delivery import Claim, Consumer
@@ -157,10 +157,10 @@ class Feed:
                 layout = run.layout(claim.message, claim.execution, batch, self._host)
                 file_name = names.shard_file_name(claim.message.batch_id, claim.execution)
                 file = self._spool.reserve(file_name, layout.num_bytes)
-        except StoreRefused as error:
+        except (StoreAway, StoreRefused, SpoolAway) as error:
             self._refusals.refused(claim.message.run, error)
             self._status.failed(error)
-            telemetry.logger().warning("store_refused", run=claim.message.run, error=str(error), next="tried again")
+            telemetry.logger().warning("batch_waits", run=claim.message.run, error=str(error), next="tried again")
             seconds = 0.0 if self.refusal else self._refusals.seconds_left(claim.message.run)
             self._consumer.hand_back(claim, delay_seconds=seconds)  # meanwhile the other runs' batches
             return None

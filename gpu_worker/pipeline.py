@@ -23,7 +23,7 @@ from gpu_worker.report import WorkerStatus
 from gpu_worker.selfcheck import report_check
 from gpu_worker.writing import ShardWriter, publish_shard, refuse_nonfinite
 from hiddenq import telemetry
-from hiddenq.contracts.errors import LeaseLost, NonFiniteStates
+from hiddenq.contracts.errors import LeaseLost, NonFiniteStates, SpoolAway
 from hiddenq.contracts.manifest import SelfCheck
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.delivery import Consumer
@@ -246,5 +246,8 @@ class Pipeline:
             telemetry.logger().warning("lease_lost", batch=work.claim.message.batch_id, error=str(error))
             return
         self._status.failed(error)
+        if isinstance(error, SpoolAway):  # the feed will wait with the next one
+            self._consumer.hand_back(work.claim)
+            return
         self._streak.failed(error)
         self._consumer.fail(work.claim, error, device=self._status.report().gpu_uuid or str(self._engine.device))

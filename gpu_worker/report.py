@@ -161,7 +161,7 @@ class WorkerStatus:
 
     def report(self) -> WorkerReport:
         """The report of this moment."""
-        now, usage, reading = self._clock(), self._spool.usage(), self._reading
+        now, usage, reading = self._clock(), self._spool.known_usage(), self._reading
         with self._lock:
             batch_id, since = next(iter(self._on_device.items()), (None, None))
             totals, rate = dict(self._totals), self._rate(now)

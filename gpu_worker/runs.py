@@ -18,6 +18,7 @@ from gpu_worker.extraction import Extractor
 from gpu_worker.inputs import PaddedBatch, check_planned, check_rows, pad_rows
 from gpu_worker.selfcheck import length_band
 from hiddenq import telemetry
+from hiddenq.contracts import names
 from hiddenq.contracts.errors import RunMismatch, StoreAway, UsageError, UserError
 from hiddenq.contracts.messages import BatchJob
 from hiddenq.contracts.run import ModelIdentity, RunConfig
@@ -173,6 +174,7 @@ def open_location(record: RunRecord, *, patience_seconds: float = 0.0) -> Object
         differences = record.config.differences(found)
         what = str(differences[0]) if differences else "other names or dates"
         raise RunMismatch(f"{record.location}: run.json here is another run's ({what}); is it the same place?")
+    store.anchor(names.RUN_JSON)
     return store
 
 

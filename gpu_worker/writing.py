@@ -23,6 +23,7 @@ from hiddenq.contracts.messages import BatchJob, ShardReady
 from hiddenq.contracts.shard import ShardLayout
 from hiddenq.delivery import Claim
 from hiddenq.storage import Spool, SpoolFile
+from hiddenq.storage.spool_folder import writing
 
 CHUNK_BYTES = 32 << 20
 """Written at once, by one of several threads: a block of a gigabyte is on its way in a fraction of a second."""
@@ -46,13 +47,15 @@ class ShardWriter:
         """Write header and payload into a reserved file of just that size.
 
         Raises:
-            OSError: the disk is full or broken.
+            SpoolAway: the disk is full or read-only.
+            OSError: it is broken.
         """
         chunks: list[tuple[memoryview, int]] = [(memoryview(layout.header), 0)]
         block = payload.numpy().data
         for first in range(0, len(block), CHUNK_BYTES):
             chunks.append((block[first : first + CHUNK_BYTES], layout.data_offset + first))
-        parts = list(self._pool.map(lambda chunk: _write_chunk(file.fd, *chunk), chunks))
+        with writing(file.folder):
+            parts = list(self._pool.map(lambda chunk: _write_chunk(file.fd, *chunk), chunks))
         return Written(checksum=of_parts(parts), num_bytes=sum(num_bytes for _, num_bytes in parts))
 
     def close(self) -> None:

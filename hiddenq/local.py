@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis
 
 from hiddenq import state
-from hiddenq.contracts.errors import UserError
+from hiddenq.contracts.errors import RedisAway, UserError
 from hiddenq.delivery import EmbeddedServer, LocationLock, Reaper, ServerGuard, connect
 from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import owned
@@ -78,9 +78,10 @@ def _take(
         os.environ[state.REDIS_VARIABLE] = url
         client, command = connect(url), _joining(url)
     else:
-        stack.callback(_stop_unowned, folder / "redis", store)
         server = EmbeddedServer.start(folder / "redis")
-        stack.enter_context(ServerGuard(server, stops_server=False))
+        guard = ServerGuard(server, stops_server=False)
+        stack.callback(_stop_unowned, guard, store)
+        stack.enter_context(guard)
         os.environ[state.REDIS_VARIABLE] = server.url
         os.environ[state.PASSWORD_VARIABLE] = server.password
         client = server.connect()
@@ -90,13 +91,14 @@ def _take(
     return client, check_owner
 
 
-def _stop_unowned(data_folder: Path, store: ObjectStore) -> None:
+def _stop_unowned(guard: ServerGuard, store: ObjectStore) -> None:
     """Stop the embedded server, whoever started it, unless another `run` holds the location by now."""
-    if server := EmbeddedServer.find(data_folder):
-        with contextlib.closing(server.connect()) as client:
-            is_owned = LocationLock.is_held(client, store.uri)
-        if not is_owned:
-            server.stop()
+    server = EmbeddedServer.find(guard.server.data_dir) or guard.server  # found nowhere: its folder is gone, perhaps
+    is_owned = False
+    with contextlib.suppress(RedisAway), contextlib.closing(server.connect(wait_seconds=0.0)) as client:
+        is_owned = LocationLock.is_held(client, store.uri)
+    if not is_owned:
+        server.stop()
 
 
 def _joining(url: str, password: str = "") -> str:

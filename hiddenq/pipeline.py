@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import redis
 
-from hiddenq.contracts.errors import HiddenqError
+from hiddenq.contracts import names
+from hiddenq.contracts.errors import HiddenqError, TransientError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import OUTAGE_SECONDS, DeliverySettings, RunRecord, through_outage
 from hiddenq.interruption import Interrupted
@@ -97,6 +98,7 @@ class Pipeline:
         with ProducerProcess(settings.producer, settings.out, settings.store, settings.delivery) as producer:
             record = producer.wait_for_record()
             self.is_prepared = True
+            self._store.anchor(names.RUN_JSON)
             self._store = self._store.patient(OUTAGE_SECONDS)
             if settings.target_head:
                 from gpu_worker.target_head import write_target_head  # torch, which this process has no other use for
@@ -141,6 +143,7 @@ class Pipeline:
             while True:
                 time.sleep(LOOK_SECONDS)
                 self._check_owner()
+                self._check_folder()
                 supervisor.poll()
                 producer.poll()
                 progress.refresh()
@@ -165,6 +168,14 @@ class Pipeline:
             except Interrupted:
                 supervisor.stop(LOOK_SECONDS * 20)  # a second signal: they hand back and leave at once
                 raise
+
+    def _check_folder(self) -> None:
+        """Raise `TransientError` unless this run's own folder is there: no process could be started without it."""
+        if not self._logs.is_dir():
+            raise TransientError(
+                f"{self._logs.parent} is not there any more (unmounted, moved or removed?); put it back, then the same "
+                "command goes on from here"
+            )
 
     def _workers(self, record: RunRecord) -> list[ProcessSpec]:
         return [

@@ -77,6 +77,7 @@ def produce(
     """
     store = store.patient(OUTAGE_SECONDS)
     plan = prepare(settings, store, progress)
+    store.anchor(names.RUN_JSON)
     record = RunRecord(
         config=plan.config,
         location=store.uri,
@@ -131,6 +132,7 @@ class ProducerProcess:
         self._arguments = (settings, out, store_settings, delivery)
         self._context = multiprocessing.get_context("spawn")
         self.num_starts = 0
+        self._is_prepared = False
         self.is_enqueuing = False
         self.report: EnqueueReport | None = None
         self.start_again()
@@ -149,7 +151,7 @@ class ProducerProcess:
         """Start the process (once more); `settle_seconds` as for `produce`."""
         self._pipe, theirs = self._context.Pipe(duplex=False)
         # A batch that died in this very run is not tried again by it.
-        arguments = (theirs, os.getpid(), self.num_starts == 0, settle_seconds, *self._arguments)
+        arguments = (theirs, os.getpid(), self.num_starts == 0, self._is_prepared, settle_seconds, *self._arguments)
         self._process = self._context.Process(target=_produce_in_child, args=arguments, name="producer")
         resource_tracker.ensure_running()  # multiprocessing's own, which would lift the block
         with uninterrupted():  # Ctrl-C is the parent's to handle, from the child's first moment on
@@ -167,6 +169,7 @@ class ProducerProcess:
         said = self._receive()
         if not isinstance(said, RunRecord):
             raise HiddenqError("producer: ended before the run was prepared")
+        self._is_prepared = True
         return said
 
     def poll(self) -> None:
@@ -205,6 +208,7 @@ def _produce_in_child(
     pipe: Connection,
     parent: int,
     is_first_start: bool,
+    is_prepared: bool,
     settle_seconds: float,
     settings: ProducerSettings,
     out: str,
@@ -224,6 +228,8 @@ def _produce_in_child(
             store = open_store(out, store_settings)
             if is_first_start:
                 store.probe()
+            if is_prepared:  # planned anew below the mount point, it would be another run
+                store.patient(OUTAGE_SECONDS).anchor(names.RUN_JSON)
             report = produce(
                 settings,
                 store,

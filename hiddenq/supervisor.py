@@ -144,21 +144,25 @@ class Supervisor:
     def _spawn(self, child: _Child) -> None:
         spec = child.spec
         environment = {**os.environ, **spec.environment, **SUPERVISED, PARENT_VARIABLE: str(os.getpid())}
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file else None
-            child.process = subprocess.Popen(
-                spec.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
         child.started = time.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file else None
+                child.process = subprocess.Popen(
+                    spec.command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:  # a log on a disk that is full or read-only, say; it may pass
+            self._try_later(child, f"{error.filename}: {error.strerror}", child.started)
+            return
         logger().debug("process_started", process=spec.name, pid=child.process.pid)
 
     def _bury(self, child: _Child, status: int, now: float) -> None:
-        policy, name = self._policy, child.spec.name
+        name = child.spec.name
         if status == 0:
             return
         if status == UserError.exit_status:
@@ -166,9 +170,14 @@ class Supervisor:
             child.withdrawn = _last_line(child.spec.log_file) or "its settings are wrong (exit status 2); see its log"
             logger().error("process_withdrawn", process=name, reason=child.withdrawn)
             return
+        how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+        self._try_later(child, how, now)
+
+    def _try_later(self, child: _Child, how: str, now: float) -> None:
+        """It ended badly, or could not be started: once more after a while, or never again."""
+        policy, name = self._policy, child.spec.name
         lived = now - child.started
         child.quick_deaths = 1 if lived >= policy.long_life_seconds else child.quick_deaths + 1
-        how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
         if child.quick_deaths >= policy.max_quick_deaths:
             child.withdrawn = f"died {child.quick_deaths} times in a row, last by {how}"
             logger().error("process_withdrawn", process=name, reason=child.withdrawn)

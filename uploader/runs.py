@@ -100,6 +100,7 @@ class Runs:
         limit = BandwidthLimit(settings.bandwidth_bytes_per_second, self._spool.folder / ".bandwidth")
         store = open_store(record.location, settings, observer=self._observer, limit=limit)
         check_same_run(store, record.config)
+        store.anchor(names.RUN_JSON)
         telemetry.logger().info("store_probed", run=record.run, location=store.uri, **_detail(store))
         return OpenRun(record=record, store=store, ledger=Ledger(self._client, record.run))
 

@@ -43,7 +43,7 @@ class UploaderStatus(StoreObserver):
         self._draining = False
         self._num_batches = self._num_samples = self._num_tokens = self._num_bytes = 0
         self._num_failures = self._num_leases_lost = 0
-        self._usage, self._looked = spool.usage(), time.monotonic()
+        self._usage, self._looked = spool.known_usage(), time.monotonic()
         self.metrics.info.labels(telemetry.host_name(), spool.spool_id, str(index)).set(1)
         self.metrics.store_away.set(0)
         self.observe_spool()
@@ -131,7 +131,7 @@ class UploaderStatus(StoreObserver):
         """Look at the spool, unless it was looked at just now."""
         with self._lock:
             if time.monotonic() - self._looked > USAGE_SECONDS:
-                self._usage, self._looked = self._spool.usage(), time.monotonic()
+                self._usage, self._looked = self._spool.known_usage(), time.monotonic()
             usage = self._usage
         metrics = self.metrics
         metrics.spool_bytes.set(usage.num_bytes)

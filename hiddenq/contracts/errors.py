@@ -6,6 +6,7 @@ caller ever looks into a message to decide. Each text says what, which id, what 
     HiddenqError
     ├── RetryableError              the same work may succeed later
     │   ├── RedisAway               Redis unreachable, loading, full or read-only: wait, charge nobody
+    │   ├── SpoolAway               the spool's disk is full or read-only: wait, charge nobody
     │   ├── StoreAway               the store as a whole: timeouts, 5xx, throttling, expired token; charge nobody
     │   └── TransientError          this one job: try again, and count the attempt
     └── PermanentError              trying again changes nothing
@@ -50,6 +51,10 @@ class RetryableError(HiddenqError):
 
 class RedisAway(RetryableError):
     """Redis can't be reached or refuses to work for now."""
+
+
+class SpoolAway(RetryableError):
+    """The spool's disk can't be written for now."""
 
 
 class StoreAway(RetryableError):

@@ -6,7 +6,6 @@ keeper would cost every lease of the process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import threading
@@ -84,8 +83,12 @@ class Keeper(Generic[M]):
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
-            with contextlib.suppress(RedisAway, RedisRefused):
+            try:
                 self.beat()
+            except (RedisAway, RedisRefused):
+                pass
+            except Exception:  # whatever a report fails at, what is held must still be handed back
+                telemetry.logger().exception("heartbeat_failed")
 
     def execution_is_dead(self, execution: str) -> bool:
         """Whether what an execution left behind may be swept; False while the evidence is weak."""

@@ -124,9 +124,9 @@ class EmbeddedServer:
             return child.poll() is None
         return not is_gone(_known(self.data_dir))
 
-    def connect(self) -> redis.Redis:
-        """A client of it."""
-        return connect(self.url, password=self.password)
+    def connect(self, *, wait_seconds: float | None = None) -> redis.Redis:
+        """A client of it; `wait_seconds` as for `connect`."""
+        return connect(self.url, password=self.password, wait_seconds=wait_seconds)
 
     def stop(self) -> None:
         """End it; does nothing if it is gone already.
@@ -146,7 +146,8 @@ class EmbeddedServer:
             time.sleep(POLL_SECONDS)
         if child := _children.pop(self.pid, None):
             child.wait()
-        (self.data_dir / "server.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or read-only by now
+            (self.data_dir / "server.json").unlink()
 
     def _plain_client(self) -> redis.Redis:
         return redis.Redis(
@@ -158,10 +159,10 @@ class EmbeddedServer:
         )
 
     def _is_ours(self) -> bool:
-        """Whether what answers at the port is the server of this folder."""
+        """Whether what answers at the port is the server of this folder; of one that is gone its password tells."""
         try:
             with self._plain_client() as client:
-                return Path(text(client.config_get("dir")["dir"])) == self.data_dir
+                return Path(text(client.config_get("dir")["dir"])) == self.data_dir or not self.data_dir.is_dir()
         except redis.BusyLoadingError:
             return True
         except redis.RedisError:

@@ -2,7 +2,8 @@
 
 Invariant: an object appears under its key by one rename of a file whose bytes are on disk, and the rename is on disk
 before `put_*` returns. A shard whose spool lies on the same file system is read once to prove its checksum and then
-linked, not copied; what was linked is shown to be the very file that was read.
+linked, not copied; what was linked is shown to be the very file that was read. Once anchored, the folder is away while
+it is not the one it was (anchor.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 
 from hiddenq.contracts import checksum as crc
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import DamagedShard, ObjectMissing, ObjectTooLarge, StoreAway, StoreRefused
+from hiddenq.contracts.errors import ObjectMissing, ObjectTooLarge, StoreAway, StoreRefused
+from hiddenq.storage.anchor import Anchor
 from hiddenq.storage.bandwidth import BandwidthLimit
 from hiddenq.storage.files import (
     TEMPORARY_PREFIX,
@@ -32,11 +32,8 @@ from hiddenq.storage.files import (
     temporary_token,
     umask,
 )
+from hiddenq.storage.local_file import info_of, set_checksum, verify, walk_folders
 from hiddenq.storage.store import UNFINISHED_SECONDS, ObjectInfo, StoreCapabilities
-
-CHUNK_BYTES = 8 << 20
-CHECKSUM_ATTRIBUTE = "user.hiddenq.checksum"
-"""Extended attribute that keeps a shard's checksum beside it, where the file system has such things."""
 
 
 class LocalStore:
@@ -46,27 +43,34 @@ class LocalStore:
         self.folder = Path(os.path.abspath(folder.expanduser()))
         self.uri = str(self.folder)
         self._limit = limit or BandwidthLimit(None)
+        self._anchor = Anchor(self.folder)
 
     def patient(self, seconds: float) -> LocalStore:
-        return self
+        other = LocalStore(self.folder, limit=self._limit)
+        other._anchor = self._anchor.patient(seconds)
+        return other
+
+    def anchor(self, key: str) -> None:
+        with self._errors(key):
+            self._anchor.drop(key)
 
     def put_file(self, key: str, path: Path, *, checksum: str, num_bytes: int) -> ObjectInfo:
         target = self._path(key)
-        with self._errors(key), opened(path) as source:
+        with self._errors(key), self._in_place(), opened(path) as source:
             ensure_folder(target.parent)
             temporary = temporary_beside(target)
             try:
                 if link_open_file(source, path, temporary):
-                    _verify(source, path.name, checksum, num_bytes)
-                    _set_checksum(source, checksum)
+                    verify(source, path.name, checksum, num_bytes)
+                    set_checksum(source, checksum)
                     with contextlib.suppress(PermissionError):
                         os.fchmod(source, 0o666 & ~umask())  # as a copy would have it, whatever the spool's mode
                     os.fsync(source)
                 else:
                     self._check_fits(key, num_bytes)
                     with temporary.open("xb", buffering=0) as copy:
-                        _verify(source, path.name, checksum, num_bytes, copy, self._limit)
-                        _set_checksum(copy.fileno(), checksum)
+                        verify(source, path.name, checksum, num_bytes, copy, self._limit)
+                        set_checksum(copy.fileno(), checksum)
                         os.fsync(copy.fileno())
                 temporary.replace(target)
             finally:
@@ -76,7 +80,7 @@ class LocalStore:
 
     def put_bytes(self, key: str, data: bytes) -> None:
         target = self._path(key)
-        with self._errors(key):
+        with self._errors(key), self._in_place():
             ensure_folder(target.parent)
             temporary = temporary_beside(target)
             try:
@@ -90,9 +94,13 @@ class LocalStore:
             fsync_folder(target.parent)
 
     def get_bytes(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        with self._errors(key), self._path(key).open("rb") as file:
-            file.seek(begin)
-            return file.read() if end is None else file.read(max(0, end - begin))
+        def read() -> bytes:
+            with self._path(key).open("rb") as file:
+                file.seek(begin)
+                return file.read() if end is None else file.read(max(0, end - begin))
+
+        with self._errors(key):
+            return self._anchor.reading(read)
 
     def open_local(self, key: str) -> Path | None:
         return self._path(key)
@@ -100,17 +108,17 @@ class LocalStore:
     def stat(self, key: str) -> ObjectInfo | None:
         with self._errors(key):
             try:
-                return _info(key, self._path(key))
+                return self._anchor.reading(lambda: info_of(key, self._path(key)))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def checksum(self, key: str) -> str:
         with self._errors(key):
-            return crc.of_file(self._path(key))
+            return self._anchor.reading(lambda: crc.of_file(self._path(key)))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.folder
-        with self._errors(prefix):
+        with self._errors(prefix), self._in_place():
             keys = sorted(key for key in self._walk(top) if key.startswith(prefix))
         for key in keys:
             if info := self.stat(key):
@@ -118,10 +126,10 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         with self._errors(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._path(key).unlink()
+            self._anchor.reading(self._path(key).unlink)
 
     def probe(self) -> StoreCapabilities:
-        with self._errors(""):
+        with self._errors(""), self._in_place():
             ensure_folder(self.folder)
             path = temporary_beside(self.folder / "probe")
             try:
@@ -144,7 +152,7 @@ class LocalStore:
         num_removed = 0
         shard_age = UNFINISHED_SECONDS if shard_age_seconds is None else shard_age_seconds
         with self._errors(""):
-            for folder, _, found in _walk_folders(self.folder):
+            for folder, _, found in walk_folders(self.folder):
                 for name in found:
                     if temporary_token(name) is None:
                         continue
@@ -171,11 +179,20 @@ class LocalStore:
             )
 
     def _walk(self, top: Path) -> Iterator[str]:
-        for folder, _, found in _walk_folders(top):
+        for folder, _, found in walk_folders(top):
             inside = os.path.relpath(folder, self.folder)
             for name in found:
                 if not name.startswith("."):
                     yield name if inside == "." else f"{inside}/{name}"
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """What is done inside counts only if the folder is the location before it and after it."""
+        self._anchor.check()
+        try:
+            yield
+        finally:
+            self._anchor.check(wait=False)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -201,58 +218,3 @@ class LocalStore:
                     "--max-shard-bytes"
                 ) from error
             raise StoreAway(f"{where}: {error.strerror or error}; waiting until the disk can be used") from error
-
-
-def _verify(
-    source: int,
-    name: str,
-    checksum: str,
-    num_bytes: int,
-    copy: FileIO | None = None,
-    limit: BandwidthLimit | None = None,
-) -> None:
-    """Read the whole file once, perhaps into a copy; raise `DamagedShard` unless it is what was recorded."""
-    found = crc.Crc64Nvme()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    num_read = 0
-    while size := os.preadv(source, [buffer], num_read):
-        found.update(buffer[:size])
-        if copy and limit:
-            limit.take(size)
-            _write_all(copy, buffer[:size])
-        num_read += size
-        if num_read > num_bytes:
-            break
-    if num_read != num_bytes:
-        more = "more" if num_read > num_bytes else str(num_read)
-        raise DamagedShard(f"{name}: expected {num_bytes} bytes, found {more}")
-    if found.value != checksum:
-        raise DamagedShard(f"{name}: expected checksum {checksum}, found {found.value}")
-
-
-def _write_all(file: FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
-def _set_checksum(descriptor: int, checksum: str) -> None:
-    with contextlib.suppress(OSError):
-        os.setxattr(descriptor, CHECKSUM_ATTRIBUTE, checksum.encode())
-
-
-def _info(key: str, path: Path) -> ObjectInfo:
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    try:
-        recorded = os.getxattr(path, CHECKSUM_ATTRIBUTE).decode()
-    except (OSError, UnicodeDecodeError):
-        recorded = None
-    return ObjectInfo(key=key, num_bytes=status.st_size, checksum=recorded, modified=status.st_mtime)
-
-
-def _walk_folders(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` without folders that start with a dot (a run's own state lies there)."""
-    for folder, folders, found in os.walk(top):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield folder, folders, found

@@ -18,28 +18,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import BadMessage, MissingShard, UsageError
+from hiddenq.contracts.errors import BadMessage, MissingShard, SpoolGone, UsageError
 from hiddenq.storage.files import TEMPORARY_PREFIX, open_regular, open_shared, regular_files, temporary_token
 from hiddenq.storage.quarantine import Quarantine
 from hiddenq.storage.spool_file import SpoolEntry, SpoolFile, SpoolUsage, allocate
-from hiddenq.storage.spool_folder import FILE_MODE, check_id, open_folder, spool_id
+from hiddenq.storage.spool_folder import FILE_MODE, check_id, open_folder, spool_id, writing
+from hiddenq.storage.spool_room import SpoolRoom
 
-HIGH_SHARE = 0.8
-"""High mark by default, and at most: this share of what the disk has left for the spool."""
-LOW_SHARE = 0.75
-"""Low mark by default: this share of the high mark."""
 SHARDS_IN_SPOOL = 8
 """A spool should hold so many of the largest shards: each GPU's ring and what the uploaders have in hand."""
-_PAUSED = ".paused"
-_PAUSED_SECONDS = 60
-"""Refused reservations renew the pause; one that nobody renewed for so long is over."""
 _LOCK = ".lock"
 
 
@@ -49,10 +42,10 @@ class Spool:
     def __init__(self, folder: Path, spool_id: str, high_bytes: int | None, low_bytes: int | None) -> None:
         self.folder = folder
         self.spool_id = spool_id
-        self._high_bytes = high_bytes
-        self._low_bytes = low_bytes
+        self._room = SpoolRoom(folder, spool_id, high_bytes, low_bytes)
         self._group = folder.stat().st_gid
         self._quarantine = Quarantine(folder / "quarantine")
+        self._known: SpoolUsage | None = None
 
     @classmethod
     def open(
@@ -65,6 +58,7 @@ class Spool:
 
         Raises:
             UsageError: no such folder, not one we may write, or marks that can't be.
+            SpoolAway: its disk can't be written now.
         """
         if high_bytes is not None and high_bytes <= 0:
             raise UsageError(f"--spool-bytes {high_bytes}: expected a positive number of bytes")
@@ -82,26 +76,18 @@ class Spool:
 
         Raises:
             SpoolGone: the folder is not the spool any more.
+            SpoolAway: its disk is read-only or full.
             UsageError: the shard is larger than the spool may ever be.
         """
         execution = _parse(file_name)[1]
         check_id(self.folder, self.spool_id)
-        with self._locked():
-            used = self._used_bytes()
-            high, low = self._marks(used)
-            limit = self._high_bytes or int(HIGH_SHARE * shutil.disk_usage(self.folder).total)
-            if num_bytes > limit:
+        with writing(self.folder), self._locked():
+            if num_bytes > (limit := self._room.limit):
                 raise UsageError(
                     f"--spool {self.folder}: a shard of {num_bytes} bytes does not fit below the high mark of {limit}; "
                     "raise --spool-bytes, use a larger disk, or lower --token-budget"
                 )
-            paused = self.folder / _PAUSED
-            if paused.exists() and used > low:
-                self._pause()
-                return None
-            paused.unlink(missing_ok=True)
-            if used + num_bytes > high:
-                self._pause()
+            if not self._room.admits(num_bytes):
                 return None
             file = self._create(f"{TEMPORARY_PREFIX}{execution}-{file_name}", file_name)
             os.ftruncate(file.fd, num_bytes)  # counted by every other process from here on
@@ -109,7 +95,7 @@ class Spool:
             allocate(file.fd, num_bytes)  # in memory this takes its time, which others need not wait for
         except OSError:
             file.discard()
-            self._pause()
+            self._room.pause()
             return None
         return file
 
@@ -142,8 +128,14 @@ class Spool:
         self.path(file_name).unlink(missing_ok=True)
 
     def quarantine(self, file_name: str, reason: str) -> None:
-        """Set a shard aside, with the reason beside it; the oldest ones make room below the cap."""
-        self._quarantine.take(self.path(file_name), reason)
+        """Set a shard aside, with the reason beside it; the oldest ones make room below the cap.
+
+        Raises:
+            SpoolAway: the disk is read-only or full.
+        """
+        path = self.path(file_name)
+        with writing(self.folder):
+            self._quarantine.take(path, reason)
 
     def files(self) -> list[SpoolEntry]:
         """Finished shards, by name."""
@@ -157,23 +149,22 @@ class Spool:
         )
 
     def usage(self) -> SpoolUsage:
-        """How full the spool is now."""
-        look = self._look()
-        files = [status for name, status in look.items() if not name.startswith(TEMPORARY_PREFIX)]
-        used = sum(status.st_size for status in look.values())
-        high, low = self._marks(used)
-        oldest = min((status.st_mtime for status in files), default=None)
-        return SpoolUsage(
-            num_bytes=used,
-            num_files=len(files),
-            reserved_bytes=used - sum(status.st_size for status in files),
-            quarantine_bytes=self._quarantine.num_bytes,
-            oldest_seconds=0.0 if oldest is None else max(0.0, time.time() - oldest),
-            high_bytes=high,
-            low_bytes=low,
-            disk_free_bytes=shutil.disk_usage(self.folder).free,
-            paused=self._paused(),
-        )
+        """How full the spool is now.
+
+        Raises:
+            SpoolGone: the folder is not the spool any more.
+        """
+        self._known = self._room.usage(quarantine_bytes=self._quarantine.num_bytes)
+        return self._known
+
+    def known_usage(self) -> SpoolUsage:
+        """How full it was when it could last be looked at: for reports, which are sent whatever becomes of the disk."""
+        try:
+            return self.usage()
+        except (SpoolGone, OSError):
+            if self._known is None:
+                raise
+            return self._known
 
     def sweep(self, is_dead: Callable[[str], bool], *, min_age_seconds: float = 0.0) -> list[str]:
         """Remove temporaries of at least that age whose execution is dead; returns their names."""
@@ -208,37 +199,6 @@ class Spool:
                     f"{status.st_uid}, group {status.st_gid}, mode {status.st_mode & 0o777:o}); run the workers and "
                     "uploaders of a host as one user, or give the folder a group of both and its setgid bit"
                 )
-
-    def _pause(self) -> None:
-        with open_shared(self.folder / _PAUSED) as descriptor:
-            os.utime(descriptor)
-
-    def _paused(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return time.time() - (self.folder / _PAUSED).stat().st_mtime < _PAUSED_SECONDS
-        return False
-
-    def _marks(self, used: int) -> tuple[int, int]:
-        high = int(HIGH_SHARE * (used + shutil.disk_usage(self.folder).free))
-        if self._high_bytes is not None:
-            high = min(high, self._high_bytes)
-        low = int(LOW_SHARE * high) if self._low_bytes is None else min(self._low_bytes, high)
-        return high, low
-
-    def _used_bytes(self) -> int:
-        return sum(status.st_size for status in self._look().values())
-
-    def _look(self) -> dict[str, os.stat_result]:
-        """Shards and reservations by name; one that is renamed while we look has one of its names, not both.
-
-        Under the lock none is renamed, and so none is missed.
-        """
-        by_inode = {
-            status.st_ino: (name, status)
-            for name, status in regular_files(self.folder)
-            if name.startswith(TEMPORARY_PREFIX) or names.parse_shard_name(name)
-        }
-        return dict(by_inode.values())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiddenq.storage.files import fsync_folder
+from hiddenq.storage.spool_folder import writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +50,34 @@ class SpoolFile:
         locked: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.fd = descriptor
+        self.folder = folder
         self.file_name = file_name
         self._temporary = folder / temporary
         self._final = folder / file_name
         self._locked = locked
 
     def publish(self, *, fsync: bool = False) -> Path:
-        """Give the file its final name; on disk before this returns if `fsync`."""
-        if fsync:
-            os.fsync(self.fd)
-        with self._locked():  # who counts the spool's bytes must find it under one of its names
-            self._temporary.rename(self._final)
-        self._close()
-        if fsync:
-            fsync_folder(self._final.parent)
+        """Give the file its final name; on disk before this returns if `fsync`.
+
+        Raises:
+            SpoolAway: the disk is read-only or not there.
+            OSError: it is broken.
+        """
+        with writing(self.folder):
+            if fsync:
+                os.fsync(self.fd)
+            with self._locked():  # who counts the spool's bytes must find it under one of its names
+                self._temporary.rename(self._final)
+            self._close()
+            if fsync:
+                fsync_folder(self.folder)
         return self._final
 
     def discard(self) -> None:
-        """Give the bytes back; may be called twice, and after `publish` removes nothing."""
+        """Give the bytes back; may be called twice, removes nothing after `publish`. What the disk keeps is swept."""
         self._close()
-        self._temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._temporary.unlink()
 
     def _close(self) -> None:
         if self.fd >= 0:

@@ -7,16 +7,42 @@ process that could not read what another one leaves there does not start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from hiddenq.contracts.errors import SpoolGone, UsageError
+from hiddenq.contracts.errors import SpoolAway, SpoolGone, UsageError
 
 SPOOL_ID = "spool_id"
 FILE_MODE = 0o640
 FOLDER_MODE = 0o2770
 """Files take the folder's group, so an uploader of another user needs that group and no more."""
+
+_MAY_PASS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
+    **dict.fromkeys((errno.EROFS, errno.ESTALE, errno.ENOENT), "see that its disk is mounted and writable"),
+}
+"""What a disk may say for a while, and what to do."""
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What is written inside goes into the spool there; an error of it names the spool.
+
+    Raises:
+        SpoolAway: the disk is full, read-only or not there; that may pass.
+        OSError: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _MAY_PASS:
+            raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
+        raise SpoolAway(
+            f"--spool {folder}: {error.strerror}; {_MAY_PASS[error.errno]}; no batch is charged for it"
+        ) from error
 
 
 def open_folder(folder: Path, *, create: bool) -> Path:
@@ -40,15 +66,23 @@ def open_folder(folder: Path, *, create: bool) -> Path:
 
 
 def spool_id(folder: Path, *, create: bool) -> str:
-    """The spool's id; the first process to link its own into place wins."""
+    """The spool's id; the first process to link its own into place wins.
+
+    Raises:
+        SpoolAway: it can't be written now.
+        UsageError: there is none, or it is no id.
+    """
     path = folder / SPOOL_ID
     if not path.exists() and create:
         temporary = folder / f".{SPOOL_ID}-{uuid.uuid4()}"
-        temporary.write_text(f"{uuid.uuid4()}\n")
-        temporary.chmod(FILE_MODE)
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-        temporary.unlink()
+        try:
+            with writing(folder):
+                temporary.write_text(f"{uuid.uuid4()}\n")
+                temporary.chmod(FILE_MODE)
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     try:
         return str(uuid.UUID(path.read_text().strip()))
     except FileNotFoundError:

@@ -61,7 +61,17 @@ class ObjectStore(Protocol):
     def patient(self, seconds: float) -> ObjectStore:
         """The same location, for work that is lost if it stops: a store that is away is asked again for so long.
 
-        A folder that is away is told of at once: it is for whoever reads to wait (`hiddenq.reader.patience`).
+        Of a folder that is so once it has an anchor and is not there; a disk that is full, say, is told of at once.
+        """
+        ...
+
+    def anchor(self, key: str) -> None:
+        """From now on, while this object does not lie there, the location as a whole is away (unmounted, say).
+
+        Only where that can't be told otherwise: a store that is asked over a network answers for itself.
+
+        Raises:
+            StoreAway: it does not lie there.
         """
         ...
 

@@ -6,9 +6,11 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,10 @@ from tests.gpu_worker.served import (
     queue_state,
     serve_until,
 )
+from tests.support.small_disk import small_disk
 from tests.support.waiting import wait_until
+
+__all__ = ["small_disk"]
 
 
 def test_sigterm_finishes_what_is_on_the_device_and_hands_back_the_rest(
@@ -153,3 +158,50 @@ def test_a_store_that_refuses_in_mid_run_is_waited_for_with_the_reason_and_costs
     assert seen[0] == f"{run.store.uri}: AccessDenied"
     batches = [batch.batch_id for batch in load_batches(run.store)]
     assert {run.client.hget(f"rq:job:{run.config.run}-{batch}", "attempts") for batch in batches} == {None}
+
+
+@pytest.mark.parametrize("what", ["location", "spool"])
+def test_a_location_that_is_unmounted_and_a_spool_that_is_read_only_in_mid_run_cost_no_attempt(
+    what: str, run: Served, monkeypatch: pytest.MonkeyPatch, small_disk: Path
+) -> None:
+    assert small_disk.exists()  # so mounting is allowed here
+    monkeypatch.setattr(refusals, "FIRST_WAIT_SECONDS", 0.5)
+    location, folder = Path(run.store.uri), str(run.spool.folder)
+    gone, seen = threading.Event(), list[str]()
+
+    def prepare(served: runs.ServedRun, job: Any, **options: Any) -> Any:
+        if run.spool.files() and not gone.is_set():
+            leave()
+            gone.set()
+        return prepared(served, job, **options)
+
+    def leave() -> None:
+        if what == "location":
+            location.rename(location.with_name("away"))
+            location.mkdir()  # the mount point
+        else:
+            subprocess.run(["mount", "--bind", folder, folder], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+    def come_back() -> None:
+        if what == "location":
+            assert list(location.iterdir()) == []
+            location.rmdir()
+            location.with_name("away").rename(location)
+        else:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+    def whole() -> bool:
+        worker = run.worker()
+        if gone.is_set() and worker is not None and worker.state == "waiting" and not seen:
+            seen.append(worker.detail)
+            come_back()
+        return len(run.spool.files()) == run.num_batches
+
+    prepared = runs.ServedRun.prepare
+    monkeypatch.setattr(runs.ServedRun, "prepare", prepare)
+    assert serve_until(run, whole) == 0
+    assert {"location": "run.json is not there any more", "spool": f"--spool {run.spool.folder}: "}[what] in seen[0]
+    batches = [batch.batch_id for batch in load_batches(run.store)]
+    assert {run.client.hget(f"rq:job:{run.config.run}-{batch}", "attempts") for batch in batches} == {None}
+    assert_nothing_is_held(run)

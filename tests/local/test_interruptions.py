@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hiddenq.delivery import EmbeddedServer
+from hiddenq.delivery.whereabouts import is_gone
 from tests.local.conftest import ALONE, chats, write_rows
 from tests.local.whole_runs import assert_complete, ended, met, num_shards_of
 from tests.support.command import Command, Ended, processes_with
@@ -95,6 +96,24 @@ def test_an_interrupted_run_ends_its_children_and_goes_on_later(
     assert processes_with(str(out)) == []
     assert not (out / "manifest.json").exists()
     assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
+
+
+def test_a_run_whose_folder_is_moved_away_ends_in_one_line_and_goes_on_once_it_is_back(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out, arguments = tmp_path / "out", (*arguments, "--limit", "12")
+    process = met(hiddenq, arguments, out, num_shards=1)
+    away = out.rename(tmp_path / "away")
+    gone = ended(process)
+    assert gone.status == 1, gone
+    assert gone.err.splitlines()[-1] == (
+        f"hiddenq: {out}/.hiddenq is not there any more (unmounted, moved or removed?); put it back, then the same "
+        "command goes on from here"
+    )
+    assert not out.exists(), "nothing was made in its place"
+    assert is_gone(json.loads((away / ".hiddenq" / "redis" / "server.json").read_text())), "nor does its Redis go on"
+    away.rename(out)
+    assert_complete(hiddenq(*arguments, seconds=180), out, 12)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -85,6 +85,20 @@ def test_a_wrong_setting_is_not_tried_again_and_its_line_is_the_reason(
     assert supervisor.withdrawn == {"child": "/models/x: no such model"}
 
 
+def test_a_log_that_can_not_be_written_is_tried_again_and_at_last_the_reason(
+    supervise: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "child.log"
+    supervisor = supervise(spec("print('here')", log))
+    assert not supervisor.withdrawn, "a disk may come back"
+    log.parent.mkdir()
+    poll_until(supervisor, lambda: not supervisor.any_left)
+    assert log.read_text() == "here\n"
+    other = supervise(spec("pass", tmp_path / "nowhere" / "child.log"))
+    poll_until(other, lambda: other.withdrawn)
+    assert f"{tmp_path}/nowhere/child.log: No such file or directory" in other.withdrawn["child"]
+
+
 def test_a_process_that_ends_well_stays_ended(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec("pass"))
     poll_until(supervisor, lambda: not supervisor.any_left)

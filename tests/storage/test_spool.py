@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, UsageError
+from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, SpoolAway, SpoolGone, UsageError
 from hiddenq.storage import Spool, SpoolEntry, quarantine, spool
 from hiddenq.storage.spool_file import allocate
 from tests.support.small_disk import SMALL_DISK_BYTES
@@ -344,3 +345,44 @@ def test_a_disk_that_fills_between_look_and_reservation_is_a_pause(
     assert opened.reserve(name(1), 100) is None
     assert opened.usage().paused
     assert opened.usage().num_bytes == 0
+
+
+def test_a_spool_that_becomes_read_only_is_away_and_says_so_and_goes_on_afterwards(small_disk: Path) -> None:
+    opened = Spool.open(small_disk / "spool")
+    begun = opened.reserve(name(1), 100)
+    assert begun is not None
+    os.close(begun.fd)  # what is open for writing keeps a disk from becoming read-only
+    begun.fd = -1
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True)
+    try:
+        for refused in (lambda: opened.reserve(name(2), 100), begun.publish, lambda: opened.quarantine(name(3), "why")):
+            with pytest.raises(SpoolAway, match="Read-only file system") as away:
+                refused()
+            assert str(away.value).startswith(f"--spool {small_disk / 'spool'}: ")
+            assert "see that its disk is mounted and writable; no batch is charged for it" in str(away.value)
+        begun.discard()  # says nothing: what the disk keeps is swept later
+    finally:
+        subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True)
+    assert opened.sweep(lambda execution: True) == [f".tmp-{name(1)[7:15]}-{name(1)}"]
+    file = opened.reserve(name(2), 100)
+    assert file is not None
+    assert file.publish().exists()
+
+
+def test_a_spool_made_on_a_full_disk_is_named_and_half_of_it_is_not_left(small_disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(bytes(2 * SMALL_DISK_BYTES))
+    with pytest.raises(SpoolAway, match="No space left on device; make room there") as away:
+        Spool.open(small_disk)
+    assert str(away.value).startswith(f"--spool {small_disk}: ")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+    (small_disk / "filler").unlink()
+    assert Spool.open(small_disk).spool_id
+
+
+def test_how_full_a_spool_is_that_was_removed_is_not_told(tmp_path: Path) -> None:
+    opened = Spool.open(tmp_path / "spool")
+    shutil.rmtree(tmp_path / "spool")
+    with pytest.raises(SpoolGone, match="does not lie there any more"):
+        opened.usage()

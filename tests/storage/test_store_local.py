@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -234,11 +235,12 @@ def test_kill_9_while_a_shard_is_copied_leaves_no_object(small_disk: Path, tmp_p
     path, checksum = make_file(tmp_path, os.urandom(4 << 20))
     program = f"""
 import os, signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from hiddenq.storage import LocalStore, local
-local.CHUNK_BYTES = 1 << 20
-set_checksum = local._set_checksum
-local._set_checksum = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+from hiddenq.storage import LocalStore, local, local_file
+local_file.CHUNK_BYTES = 1 << 20
+set_checksum = local.set_checksum
+local.set_checksum = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 LocalStore(Path({str(small_disk / "out")!r})).put_file({KEY!r}, Path({str(path)!r}), checksum={checksum!r},
     num_bytes={4 << 20})
 """
@@ -276,3 +278,41 @@ def test_a_file_larger_than_the_whole_disk_is_too_large_and_not_a_store_to_wait_
     with pytest.raises(ObjectTooLarge, match=r"16777217 bytes do not fit on a disk of 16777216; use a larger one"):
         store.put_file(KEY, path, checksum=checksum, num_bytes=SMALL_DISK_BYTES + 1)
     assert temporaries(store) == []
+
+
+def test_an_anchored_folder_that_is_not_there_is_away_and_who_is_patient_finds_it_when_it_is_back(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    path, checksum = make_file(tmp_path, b"shard")
+    store.put_bytes("run.json", b"{}")
+    store.put_bytes("tokens/part", b"tokens")
+    store.anchor("run.json")
+    assert store.stat("nothing") is None, "what is missing is missing while the location is there"
+    with pytest.raises(ObjectMissing):
+        store.get_bytes("nothing")
+    away = store.folder.rename(tmp_path / "away")
+    store.folder.mkdir()
+    for ask in (
+        lambda: store.get_bytes("tokens/part"),
+        lambda: store.stat("tokens/part"),
+        lambda: store.checksum("tokens/part"),
+        lambda: list(store.list()),
+        lambda: store.delete("tokens/part"),
+        lambda: store.put_bytes("owner.json", b"{}"),
+        lambda: store.put_file(KEY, path, checksum=checksum, num_bytes=5),
+        store.probe,
+        lambda: store.anchor("run.json"),
+    ):
+        with pytest.raises(StoreAway, match=r"run\.json is not there any more \(unmounted, moved or removed\?\)"):
+            ask()
+    assert list(store.folder.iterdir()) == []
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(store.patient(60).get_bytes, "tokens/part")
+        with pytest.raises(TimeoutError):
+            found.result(0.1)
+        store.folder.rmdir()
+        away.rename(store.folder)
+        assert found.result(30) == b"tokens"
+    (store.folder / "run.json").write_text('{"another": 1}')
+    with pytest.raises(StoreRefused, match="is not the one that was there before"):
+        store.put_bytes("owner.json", b"{}")

@@ -307,7 +307,7 @@ serve(UploaderSettings(spool=Path(sys.argv[1]), metrics_port=0, nice=0))
 """
 MOMENTS = {
     "before the put": ("hiddenq.storage.local", "module.LocalStore", "put_file", True),
-    "in the put, with a half-done object there": ("hiddenq.storage.local", "module", "_verify", True),
+    "in the put, with a half-done object there": ("hiddenq.storage.local", "module", "verify", True),
     "after the put, before the commit": ("hiddenq.storage.local", "module.LocalStore", "put_file", False),
     "after the commit, before the delete": ("hiddenq.delivery", "module.Consumer", "commit", False),
     "after the delete": ("hiddenq.storage.spool", "module.Spool", "delete", False),
