@@ -25,6 +25,7 @@ from producer.job import Job, Progress, no_progress
 from producer.order import SampleOrder, iterate_lengths
 from producer.outlook import Rate, RateEstimate, Room, estimate_rate, find_rooms
 from producer.settings import ProducerSettings
+from producer.sources import shown
 
 _TOKEN_BYTES = 5
 
@@ -143,7 +144,7 @@ def plan(
     return PlanReport(
         model=settings.model,
         architecture=model.architecture,
-        data=settings.data,
+        data=tuple(map(shown, settings.data)),
         row_schema=job.row_schema,
         num_rows=num_rows,
         num_rejected=reasons.total(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class InputFile:
     @classmethod
     def at(cls, path: Path) -> InputFile:
         """A file that is known by its path."""
-        return cls(name=str(path), path=path)
+        return cls(name=shown(path), path=path)
 
 
 def check_named(entries: Sequence[str]) -> None:
@@ -98,16 +99,21 @@ def _resolve_local(entry: str) -> list[InputFile]:
     if path.is_dir():
         return [InputFile.at(file) for file in _folder_files(path)]
     if path.exists():
-        return [InputFile(name=entry, path=path)]
+        return [InputFile(name=shown(entry), path=path)]
     if glob.has_magic(entry):
         matches = sorted(glob.glob(str(path), recursive=True))
-        found = [InputFile(name=match, path=Path(match)) for match in matches if Path(match).is_file()]
+        found = [InputFile.at(Path(match)) for match in matches if Path(match).is_file()]
         if not found:
             raise DatasetError(f"--data {entry}: no file matches")
         return found
     if _may_be_hub(entry):
         return _hub_files(entry)
     raise DatasetError(f"--data {entry}: no such file")
+
+
+def shown(path: str | Path) -> str:
+    """A path as text that JSON takes: bytes of it that are no UTF-8 are replaced."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def _folder_files(folder: Path) -> list[Path]:

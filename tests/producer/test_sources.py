@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import pytest
 from botocore.response import StreamingBody
 
 from hiddenq.contracts.errors import DatasetError
+from producer import ProducerSettings, plan
 from producer.sources import check_named, digest_files, resolve_data
-from tests.producer.conftest import chat, write_lines
+from tests.producer.conftest import Produce, chat, write_lines
 from tests.support.s3_server import S3Location, S3Server, s3_location, s3_server
 
 __all__ = ["s3_location", "s3_server"]
@@ -33,6 +36,20 @@ def test_a_folder_gives_its_data_files_sorted_and_nothing_hidden(tmp_path: Path)
     for name in ("b.jsonl", "README.md", ".hidden.jsonl", ".cache/x.jsonl", "more.json/a.jsonl.gz"):
         (tmp_path / "data" / name).write_bytes(b"{}\n")
     assert names(tmp_path, str(tmp_path / "data")) == ["b.jsonl", "a.jsonl.gz"]
+
+
+def test_a_file_whose_name_is_no_utf_8_is_read_and_named_as_well_as_can_be(produce: Produce, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    write_lines(folder / "rows.jsonl", [chat("a", "b"), {"messages": 1}])
+    shown = f"{tmp_path}/\ufffd/rows.jsonl"
+    for entry in (folder, folder / "rows.jsonl", f"{folder}/*.jsonl"):
+        assert [file.name for file in resolve_data([str(entry)], lambda: tmp_path)] == [shown]
+    outcome = produce([], data=(str(folder),))
+    assert [file.name for file in outcome.prepared.config.dataset.files] == [shown]
+    assert [(reject.row, reject.file) for reject in outcome.rejected] == [(1, shown)]
+    settings = ProducerSettings(model=outcome.prepared.config.model.model, data=(str(folder),), target_layers="1")
+    assert json.loads(plan(settings).model_dump_json())["data"] == [str(Path(shown).parent)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +99,8 @@ def test_a_download_that_breaks_off_again_and_again_is_one_line(
     key = f"{s3_location.prefix}/rows.jsonl"
     s3_server.client().put_object(Bucket=s3_location.bucket, Key=key, Body=b"rows")
 
-    def broken(*_arguments: object, **_named: object) -> bytes:
+    def broken(body: StreamingBody, *_arguments: object) -> bytes:
+        body.close()
         raise ConnectionResetError("reset by peer")
 
     monkeypatch.setattr(StreamingBody, "read", broken)
