@@ -182,6 +182,8 @@ def parse_header(header: bytes, *, name: str, num_bytes: int) -> tuple[dict[str,
     try:
         fields = json.loads(header[8:], object_pairs_hook=_once)
         metadata = json.loads(fields.pop("__metadata__", {}).get(METADATA_KEY, "{}"))
+        if not isinstance(metadata, dict):
+            raise ValueError(f"its metadata is {type(metadata).__name__}, expected an object")
         specs = {
             tensor: TensorSpec(
                 name=tensor,

@@ -119,7 +119,13 @@ def test_no_header_makes_a_going_run_do_more_than_refuse(tmp_path: Path, data: s
             assert len(run[sample_id]) > 0
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"__metadata__": ' + "[" * 100_000, '{"a": 1e999}', "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000, '{"__metadata__": ' + "[" * 100_000, '{"a": 1e999}', "9" * 5000,
+        '{"__metadata__": {"hiddenq": "[]"}}',
+    ],
+)  # fmt: skip
 def test_a_header_made_to_break_parsers_is_refused(make: Make, text: str) -> None:
     made = make(num_committed=1)
     path = made.folder / made.shard_keys[0]

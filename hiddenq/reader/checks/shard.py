@@ -142,7 +142,7 @@ def _check_metadata(key: str, metadata: dict[str, Any], config: RunConfig, findi
         "storage_dtype": config.storage_dtype,
     }
     for name, value in wanted.items():
-        found = metadata.get(name) if isinstance(metadata, dict) else None
+        found = metadata.get(name)
         if found != value:
             findings.add("layout", key, f"metadata {name}: expected {value!r}, found {str(found)[:80]!r}")
 
