@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from hiddenq.contracts import names
-from hiddenq.contracts.errors import HiddenqError, TransientError
+from hiddenq.contracts.errors import HiddenqError, StoreAway, TransientError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import OUTAGE_SECONDS, DeliverySettings, RunRecord, through_outage
 from hiddenq.interruption import Interrupted
@@ -110,6 +110,8 @@ class Pipeline:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began
+        if isinstance(reason, StoreAway):  # nor could its end be written
+            raise reason
         began = time.monotonic()
         manifest = through_outage(lambda: self._finish(record))
         seconds["finish"] = time.monotonic() - began

@@ -2,7 +2,8 @@
 
 Invariant: a run is given up only after it was stuck at every look for a while, in which none of this machine's own
 processes was still starting; Redis being away says nothing. What a person decided (a setting, a cancel) is not waited
-for.
+for. A store that is away or refuses in mid-run is waited for as long as any outage: after an hour without a commit the
+run ends, because nobody may be there to read why its GPUs stand still, and the same command loses nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,16 @@ from typing import Protocol
 
 import redis
 
-from hiddenq.contracts.errors import HiddenqError, RedisAway, RetryableError, UsageError
-from hiddenq.delivery import RunRecord, fleet, run_state, stuck_reason, uploads_of
+from hiddenq.contracts.errors import HiddenqError, RedisAway, RetryableError, StoreAway, UsageError
+from hiddenq.delivery import (
+    OUTAGE_SECONDS,
+    FleetSnapshot,
+    RunRecord,
+    fleet,
+    run_state,
+    stuck_reason,
+    uploads_of,
+)
 from hiddenq.telemetry import logger
 
 STUCK_SECONDS = 15.0
@@ -41,6 +50,7 @@ class Watch:
         self._supervisor = supervisor
         self._committed: object = None
         self._stuck_since: float | None = None
+        self._waiting_since: float | None = None
         self.is_final = False
         """Whether the last reason is one that comparing plan and queue once more would not mend."""
 
@@ -57,6 +67,8 @@ class Watch:
         `committed` is anything that changes with each commit; `enqueuing`: more of the run is still to be queued.
         """
         moved, self._committed = committed != self._committed, committed
+        if moved:
+            self._waiting_since = None
         try:
             found = None if moved else self._obstacle(enqueuing=enqueuing)
         except (RedisAway, redis.RedisError) as error:
@@ -79,6 +91,8 @@ class Watch:
     def _obstacle(self, *, enqueuing: bool) -> HiddenqError | str | None:
         """What is in the run's way: an error if a person put it there."""
         uploads, snapshot = uploads_of(self._client, self._run), fleet(self._client)
+        if gone_on_for_too_long := self._outage(snapshot, uploads):
+            return gone_on_for_too_long
         extract = [queue for queue in snapshot.queues if queue.run == self._run]
         reason = stuck_reason(snapshot, self._run, uploads)
         if run_state(self._client, self._run) == "cancelled":
@@ -93,3 +107,18 @@ class Watch:
             return reason
         reason = "; ".join(f"{name} was given up: {why}" for name, why in withdrawn.items())
         return UsageError(f"{self._run}: {reason}") if self._supervisor.only_misconfigured else reason
+
+    def _outage(self, snapshot: FleetSnapshot, uploads: Mapping[str, int]) -> StoreAway | None:
+        """Why nothing was committed for an hour, if processes of this run wait for its store."""
+        for worker in snapshot.workers:
+            report = worker.report
+            concerned = report.spool_id in uploads if report.role == "uploader" else report.run == self._run
+            if worker.live and concerned and report.state == "waiting":
+                now = time.monotonic()
+                self._waiting_since = self._waiting_since or now
+                if now - self._waiting_since >= OUTAGE_SECONDS:
+                    return StoreAway(
+                        f"{self._run}: nothing was stored for {OUTAGE_SECONDS / 60:.0f} minutes: {report.detail}; what "
+                        "is finished waits in the spool, and the same command goes on from here"
+                    )
+        return None

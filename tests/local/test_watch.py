@@ -11,11 +11,11 @@ import pytest
 import redis
 
 from hiddenq import watch
-from hiddenq.contracts.errors import HiddenqError, RetryableError, UsageError
+from hiddenq.contracts.errors import HiddenqError, RetryableError, StoreAway, UsageError
 from hiddenq.delivery import cancel
 from hiddenq.delivery.connection import never_again
 from hiddenq.watch import Watch
-from tests.delivery.conftest import Bench, record
+from tests.delivery.conftest import Bench, record, report
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
@@ -123,3 +123,25 @@ def test_batches_that_no_queue_holds_are_a_reason_unless_more_are_coming(bench: 
     assert watch_.reason(0, enqueuing=True) is None
     assert "no queue holds what is left of it" in str(given_up(watch_))
     assert not watch_.is_final
+
+
+@pytest.mark.parametrize("role", ["uploader", "gpu_worker"])
+def test_a_run_whose_store_lets_nothing_in_for_an_hour_ends_with_the_reason_and_a_commit_begins_it_anew(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(watch, "OUTAGE_SECONDS", 1.0)
+    waits = report(role).model_copy(update={"run": "run", "state": "waiting", "detail": "run run waits: AccessDenied"})
+    watch_ = watched(bench, Processes())
+    if role == "uploader":
+        bench.run_all(bench.gpu_worker())
+        bench.uploader(report=lambda: waits)
+    else:
+        bench.gpu_worker(report=lambda: waits)
+        bench.uploader()
+    began = time.monotonic()
+    reason = wait_until(lambda: watch_.reason(0, enqueuing=False))
+    assert time.monotonic() - began >= 1.0
+    assert isinstance(reason, StoreAway)
+    assert "minutes: run run waits: AccessDenied; what is finished waits in the spool" in str(reason)
+    assert watch_.is_final, "comparing the plan with the queue would not mend it"
+    assert watch_.reason(1, enqueuing=False) is watch_.reason(1, enqueuing=False) is None
