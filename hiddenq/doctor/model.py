@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hiddenq.contracts.errors import words_of
 from hiddenq.contracts.run import RunConfig
 from hiddenq.contracts.shard import ShardFormat
 from hiddenq.doctor.findings import Finding, error, gib, ok, warning
@@ -37,7 +38,17 @@ def check_model(
             f"hf download OWNER/NAME --local-dir {folder}, or mount the folder that has it",
         )
         return
-    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as broken:
+        config = broken
+    if not isinstance(config, dict):
+        yield error(
+            f"{folder / 'config.json'} is not a model's config: {words_of(config)}",
+            "the worker can't read it either",
+            f"copy the checkpoint again: hf download OWNER/NAME --local-dir {folder}",
+        )
+        return
     yield from check_kernels(config, on_gpu=bool(gpu_bytes))
     if not gpu_bytes:
         return

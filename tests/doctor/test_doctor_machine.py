@@ -195,6 +195,18 @@ def test_a_hybrid_without_fast_kernels_and_a_missing_compiler_are_found(monkeypa
     assert not list(check_kernels({"model_type": "llama"}, on_gpu=False))
 
 
+@pytest.mark.parametrize(
+    ("content", "what"), [('{"a":', "Expecting value"), ("[]", r"\[\]"), ('"' + "a" * 9, "Unterminated string")]
+)
+def test_a_config_that_is_none_is_an_error_with_its_remedy(tmp_path: Path, content: str, what: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    [found] = check_model(tmp_path, [80 << 30])
+    assert found.level == "error"
+    assert re.search(rf"config\.json is not a model's config: {what}", found.what)
+    assert found.remedy.startswith("copy the checkpoint again")
+
+
 def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     assert "holds no checkpoint" in whats(list(check_model(tmp_path, [])), "error")
 
