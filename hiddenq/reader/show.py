@@ -52,12 +52,12 @@ def show_sample(run: Run, sample_id: int, *, model: str | None = None, max_token
 
 
 def load_decoder(model: str) -> Decode | None:
-    """The model's tokenizer as a function; None if it, or Transformers, is not here."""
+    """The model's tokenizer as a function; None if it, or Transformers, is not here or can't be used."""
     try:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(place_of(model))
-    except (ImportError, OSError, ValueError):
+    except Exception:  # of whatever kind: this tokenizer can't be used, and ids stand for the text
         return None
 
     def decode(ids: Sequence[int]) -> str:
