@@ -81,9 +81,13 @@ def read_row(row: Any, schema: RowSchema, repairs: Counter[str]) -> Row:
         if row.get(column) is not None:
             messages = read_turns(row[column], repairs)
             system = row.get("system")
-            if isinstance(system, str) and system and messages[0]["role"] != "system":
+            if system is not None and not isinstance(system, str):
+                raise RowRejected("bad_content", f"system is {kind(system)}, not text")
+            if system and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": system})
                 repairs["system_column"] += 1
+            elif system and messages[0]["content"].strip() != system.strip():
+                raise RowRejected("bad_content", "the system column says otherwise than the system turn")
             check_order(messages)
             return Conversation(messages=messages, tools=read_tools(row.get("tools")))
     raise _wrong_schema(row, schema)

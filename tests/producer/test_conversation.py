@@ -115,6 +115,22 @@ def test_system_text_in_a_column_of_its_own_becomes_the_first_turn() -> None:
     assert repairs == {"system_column": 1}
 
 
+@pytest.mark.parametrize(
+    ("system", "detail"),
+    [
+        (["s"], "system is list, not text"), (5, "system is int, not text"),
+        ("other", "the system column says otherwise than the system turn"),
+    ],
+)  # fmt: skip
+def test_a_system_column_that_would_be_left_out_refuses_the_row(system: Any, detail: str) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    with pytest.raises(RowRejected, match=detail) as refused:
+        read_row({"system": system, "messages": turns}, "messages", Counter())
+    assert refused.value.reason == "bad_content"
+    for same in ("s", " s ", "", None):
+        read_row({"system": same, "messages": turns}, "messages", Counter())
+
+
 def test_turns_stored_column_by_column_are_put_together() -> None:
     assert read({"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}}).messages == [
         {"role": "user", "content": "a"},
