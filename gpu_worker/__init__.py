@@ -16,7 +16,8 @@ of its allocator and caches is set.
     report.py       what the worker says of itself    failures.py     failures in a row
     feed.py         claims, made ready                engine.py       the device's side of the pipeline
     warmup.py       proof and tuning at start         rotary.py       scaling that forgets earlier batches
-    run_table.py    the runs that a worker serves
+    run_table.py    the runs that a worker serves   gather_triton.py the gather on a GPU
+    target_head.py  embedding, norm and lm_head     head_probe.py   what they do, found by trying
 """
 
 from gpu_worker.settings import WorkerSettings

@@ -1,8 +1,8 @@
 """Out of the store and into training: open a run, datasets for torch, exports to trainers, verify.
 
 Consumes a run's output location, finished or still going; produces samples, exported sets and reports. Imports
-`hiddenq.contracts` and `hiddenq.storage`, torch, and neither the queue nor Transformers (but where samples are
-recomputed from the model, or shown as text).
+`hiddenq.contracts`, `.storage` and torch, and neither the queue nor Transformers (but where samples are recomputed from
+the model, or shown as text, for which it imports `.model_files` and `.dequantized`, too).
 
     index.py      where each sample lies            headers.py      what a shard says of itself
     run.py        open a run, read a sample         files.py        byte ranges, from anywhere
