@@ -19,6 +19,7 @@ from rich.text import Text
 
 from hiddenq.contracts.errors import RedisAway, UsageError
 from hiddenq.contracts.manifest import Manifest
+from hiddenq.contracts.wording import counted
 from hiddenq.delivery import RunRecord, fleet
 from hiddenq.monitor import RunStatus, run_status
 from hiddenq.monitor.model import Totals
@@ -76,7 +77,8 @@ class RunProgress:
         total, committed = self._status.total, self._status.committed
         left = total.num_batches - committed.num_batches
         self._console.print(
-            f"{self._run}: {total.num_samples:,} samples in {total.num_batches:,} batches, {left:,} to do",
+            f"{self._run}: {counted(total.num_samples, 'sample')} in {counted(total.num_batches, 'batch')}, "
+            f"{left:,} to do",
             highlight=False,
         )
         if self._live and left:
@@ -131,11 +133,11 @@ def print_summary(
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
-    rejected = f"; {manifest.num_rejected:,} rows rejected" if manifest.num_rejected else ""
+    rejected = f"; {counted(manifest.num_rejected, 'row')} rejected" if manifest.num_rejected else ""
     table.add_row("samples", f"{manifest.num_samples_committed:,} of {manifest.num_samples:,}{rejected}")
     table.add_row("tokens", f"{manifest.num_tokens_committed:,}")
     table.add_row("padding", f"{config.num_padded_tokens / config.num_tokens:.3f} x")
-    table.add_row("stored", f"{format_bytes(manifest.num_bytes)} in {manifest.num_batches_committed:,} shards")
+    table.add_row("stored", f"{format_bytes(manifest.num_bytes)} in {counted(manifest.num_batches_committed, 'shard')}")
     stages: Counter[str] = Counter()
     for worker in fleet(client).workers:
         if worker.report.run in (None, record.run):
@@ -149,7 +151,8 @@ def print_summary(
     if stages and num_tokens > 0:
         table.add_row("by stage", ", ".join(f"{name} {value:.1f} s" for name, value in stages.items()))
     table.add_row(
-        "result", "complete" if manifest.complete else f"incomplete: {len(manifest.dead_letters):,} dead letters"
+        "result",
+        "complete" if manifest.complete else f"incomplete: {counted(len(manifest.dead_letters), 'dead letter')}",
     )
     table.add_row("location", Text(record.location))
     Console().print(table, highlight=False)

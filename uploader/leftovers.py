@@ -37,7 +37,7 @@ def remove_losers(store: ObjectStore, entries: Mapping[str, LedgerEntry]) -> int
             losers.append((info.key, entries[parsed[0]].execution))
     if sizes:
         raise MissingShard(
-            f"{store.uri}: {len(sizes)} committed shards are gone from the store, first {min(sizes)}; "
+            f"{store.uri}: committed shards are gone from the store ({len(sizes):,}, first {min(sizes)}); "
             "`hiddenq verify` lists them"
         )
     for key, committed in losers:  # only now that each winner was seen

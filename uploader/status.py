@@ -18,6 +18,7 @@ from hiddenq import telemetry
 from hiddenq.contracts.messages import ShardReady
 from hiddenq.contracts.metrics import UploaderMetrics
 from hiddenq.contracts.reports import WorkerReport, WorkerState
+from hiddenq.contracts.wording import counted
 from hiddenq.storage import Spool, SpoolUsage, StoreObserver
 
 RATE_SECONDS = 60.0
@@ -189,7 +190,7 @@ class UploaderStatus(StoreObserver):
         if self._store_away:
             return "waiting", next(iter(self._store_away.values()))
         if self._draining:
-            return "draining", f"{len(self._under_way)} shards left"
+            return "draining", f"{counted(len(self._under_way), 'shard')} left"
         if self._runs_waiting:
             run, reason = next(iter(self._runs_waiting.items()))
             return ("busy" if self._under_way else "waiting"), f"run {run} waits: {reason}"

@@ -10,6 +10,7 @@ import typer
 from hiddenq.cli import app
 from hiddenq.cli.groups import QueueOptions
 from hiddenq.cli.options import grouped
+from hiddenq.contracts.wording import counted
 
 PANEL = "The fleet"
 Host = Annotated[str, typer.Argument(metavar="HOST", help="Host name, as `status` shows it.")]
@@ -22,7 +23,7 @@ def drain(host: Host, queue: QueueOptions) -> int:
     from hiddenq import delivery
 
     with contextlib.closing(delivery.connect(queue.redis_url)) as client:
-        typer.echo(f"{delivery.drain(client, host)} workers of {host} claim nothing more")
+        typer.echo(f"{host}: {counted(delivery.drain(client, host), 'worker')} told to claim nothing more")
     return 0
 
 
@@ -33,7 +34,7 @@ def forget(host: Host, queue: QueueOptions) -> int:
     from hiddenq import delivery
 
     with contextlib.closing(delivery.connect(queue.redis_url)) as client:
-        typer.echo(f"{delivery.forget(client, host)} workers of {host} forgotten")
+        typer.echo(f"{counted(delivery.forget(client, host), 'worker')} of {host} forgotten")
     return 0
 
 
@@ -44,5 +45,5 @@ def cancel(run: Annotated[str, typer.Argument(metavar="RUN", help="Run id.")], q
     from hiddenq import delivery
 
     with contextlib.closing(delivery.connect(queue.redis_url)) as client:
-        typer.echo(f"{delivery.cancel(client, run)} batches taken out of the queue")
+        typer.echo(f"{counted(delivery.cancel(client, run), 'batch')} taken out of the queue")
     return 0

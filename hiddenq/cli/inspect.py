@@ -24,6 +24,7 @@ from hiddenq.cli.groups import QueueOptions, StoreOptions
 from hiddenq.cli.options import grouped
 from hiddenq.cli.run import Json
 from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.wording import counted
 
 PANEL = "Looking at a run"
 WATCH_SECONDS = 1.0
@@ -153,7 +154,8 @@ def failed_show(
         raise UsageError(f"{batch}: its dead letter can't be read; `hiddenq failed drop {batch}`, then `hiddenq run`")
     console = Console()
     console.print(
-        f"batch {batch}: {letter.batch.num_samples:,} samples, {letter.batch.num_tokens:,} tokens", style="bold"
+        f"batch {batch}: {counted(letter.batch.num_samples, 'sample')}, {counted(letter.batch.num_tokens, 'token')}",
+        style="bold",
     )
     for attempt in letter.attempts:
         where = " ".join(part for part in (attempt.worker, attempt.host, attempt.device) if part)
@@ -169,7 +171,7 @@ def failed_retry(meant: RunOptions, queue: QueueOptions, store: StoreOptions, ba
     from hiddenq.delivery import retry_dead
 
     with _open_run(meant, queue, store) as opened:
-        typer.echo(f"{retry_dead(opened.client, opened.run, batches or None)} batches queued again")
+        typer.echo(f"{counted(retry_dead(opened.client, opened.run, batches or None), 'batch')} queued again")
     return 0
 
 
@@ -180,7 +182,7 @@ def failed_drop(meant: RunOptions, queue: QueueOptions, store: StoreOptions, bat
     from hiddenq.delivery import drop_dead
 
     with _open_run(meant, queue, store) as opened:
-        typer.echo(f"{drop_dead(opened.client, opened.run, batches or None)} dead letters dropped")
+        typer.echo(f"{counted(drop_dead(opened.client, opened.run, batches or None), 'dead letter')} dropped")
     return 0
 
 

@@ -11,6 +11,7 @@ from hiddenq.cli import app
 from hiddenq.cli.groups import StoreOptions
 from hiddenq.cli.options import grouped
 from hiddenq.contracts.errors import UsageError
+from hiddenq.contracts.wording import counted
 
 if TYPE_CHECKING:
     from hiddenq.reader import ExportReport
@@ -76,16 +77,16 @@ def export(
         )
     statement = report.statement
     typer.echo(
-        f"{report.dest}: {report.num_written:,} objects written ({report.num_bytes / 1e6:,.1f} MB), "
+        f"{report.dest}: {counted(report.num_written, 'object')} written ({report.num_bytes / 1e6:,.1f} MB), "
         f"{report.num_kept:,} were there already"
     )
     typer.echo(f"layers {statement.consumer_layer_ids} ({statement.consumer_layer_convention})")
     if skipped := len(statement.skipped_sample_ids):
-        typer.echo(f"{skipped:,} samples are of no use to this trainer; {STATEMENT} names them")
+        typer.echo(f"of no use to this trainer: {counted(skipped, 'sample')}, named in {STATEMENT}")
     if report.num_not_there:
         typer.echo(
-            f"not complete: {report.num_not_there:,} samples of the run are not in its store yet; end the run with "
-            "`hiddenq run`, then export it to another --dest"
+            f"not complete: the store lacks {counted(report.num_not_there, 'sample')} of the run so far; end the run "
+            "with `hiddenq run`, then export it to another --dest"
         )
     return int(report.num_not_there > 0)
 

@@ -22,6 +22,7 @@ from rq.serializers import JSONSerializer
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage
 from hiddenq.contracts.messages import MAX_MESSAGE_BYTES, BatchJob, ShardReady
+from hiddenq.contracts.wording import counted
 
 MAX_DATA_BYTES = 2 * MAX_MESSAGE_BYTES
 """Most bytes of a job's data, packed or unpacked: the message and its function's name."""
@@ -89,7 +90,7 @@ def shared_fields(kind: type[BatchJob | ShardReady], queue: str) -> Mapping[str,
 def describe(message: BatchJob | ShardReady) -> str:
     """One line for RQ's tools."""
     if isinstance(message, BatchJob):
-        return f"extract {message.run} batch {message.batch_id}: {message.num_samples} samples"
+        return f"extract {message.run} batch {message.batch_id}: {counted(message.num_samples, 'sample')}"
     return f"upload {message.batch.run} {message.file_name}: {message.num_bytes} bytes"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import redis
 
 from hiddenq.contracts import names
+from hiddenq.contracts.wording import counted
 from hiddenq.delivery.connection import away_errors, text
 from hiddenq.delivery.fleet import FleetSnapshot, WorkerStatus
 
@@ -72,11 +73,11 @@ def _obstacles(snapshot: FleetSnapshot, run: str, uploads: Mapping[str, int]) ->
         if spool in uploading:
             yield None
         elif spool not in silent:
-            yield f"{num} shards wait in spool {spool}, and no uploader of it is alive"
+            yield f"{counted(num, 'shard')} left in spool {spool}, and no uploader of it is alive"
         elif can_extract:
             yield None  # they are made again
         else:
-            yield f"{num} shards wait in spool {spool}, which is silent, and {_missing(workers)}"
+            yield f"{counted(num, 'shard')} left in spool {spool}, which is silent, and {_missing(workers)}"
 
 
 def _missing(workers: list[WorkerStatus]) -> str:

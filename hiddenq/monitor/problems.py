@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
+from hiddenq.contracts.wording import counted
 from hiddenq.monitor.model import Problem, QueueStatus, RedisStatus, SpoolStatus, WorkerStatus
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share
 from hiddenq.monitor.thresholds import (
@@ -84,7 +85,7 @@ def _of_dead_letters(run: str, num_dead_letters: int) -> Iterator[Problem]:
     if num_dead_letters:
         yield Problem(
             severity="warning",
-            what=f"{num_dead_letters:,} dead letter(s): batches set aside after their last attempt",
+            what=f"{counted(num_dead_letters, 'dead letter')}, set aside after the last attempt",
             do=f"see why: `hiddenq failed list --run {run}`; when it is mended: `hiddenq failed retry --run {run}`",
         )
 
@@ -97,7 +98,7 @@ def _of_the_rest(num_left: int, workers: Sequence[WorkerStatus], queues: Sequenc
     if not has_work:
         yield Problem(
             severity="critical",
-            what=f"{num_left:,} batches are left, but no queue holds any of them",
+            what=f"{counted(num_left, 'batch')} left, but no queue holds any of them",
             do="start `hiddenq run` (or `hiddenq produce`) with the same flags: it enqueues what is missing",
         )
     elif not any(worker.alive for worker in gpu_workers) and any(
@@ -179,7 +180,7 @@ def _of_a_spool(
     if num_waiting and not any(worker.host == spool.host for worker in uploaders):
         yield Problem(
             severity="critical",
-            what=f"{spool.host}: {num_waiting:,} finished shards wait, but no uploader is alive there",
+            what=f"{spool.host}: {counted(num_waiting, 'finished shard')} left, but no uploader is alive there",
             do=f"start one on {spool.host}: `hiddenq upload`",
         )
     elif queue and queue.oldest_seconds > UPLOAD_OLD_SECONDS:

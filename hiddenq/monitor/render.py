@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hiddenq.contracts.wording import counted
 from hiddenq.monitor.model import Problem, RunStatus, WorkerStatus
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share, format_time
 
@@ -31,10 +32,10 @@ def render(status: RunStatus) -> RenderableType:
 
 def summary_line(status: RunStatus) -> str:
     """One plain line, for logs and pipes: the verdict, what is done, the rate, the end."""
-    rate = status.rate
+    rate, all_samples = status.rate, counted(status.total.num_samples, "sample")
     pieces = [
         f"{status.run}: {verdict(status)}",
-        f"{status.committed.num_samples:,}/{status.total.num_samples:,} samples ({format_share(status.share)})",
+        f"{status.committed.num_samples:,}/{all_samples} ({format_share(status.share)})",
     ]
     if rate and not status.complete:
         pieces.append(f"{format_rate(rate.samples_per_second)} samples/s")
@@ -42,7 +43,7 @@ def summary_line(status: RunStatus) -> str:
     if status.eta_seconds and not status.complete:
         pieces.append(f"{format_seconds(status.eta_seconds)} left")
     if status.num_dead_letters:
-        pieces.append(f"{status.num_dead_letters:,} dead letters")
+        pieces.append(counted(status.num_dead_letters, "dead letter"))
     return ", ".join(pieces)
 
 
@@ -69,8 +70,8 @@ def _progress(status: RunStatus) -> RenderableType:
     grid.add_row(
         ProgressBar(total=max(total.num_tokens, 1), completed=committed.num_tokens, width=40),
         f"[bold]{format_share(status.share)}[/bold]",
-        f"{committed.num_samples:,} of {total.num_samples:,} samples, "
-        f"{committed.num_batches:,} of {total.num_batches:,} batches, "
+        f"{committed.num_samples:,} of {counted(total.num_samples, 'sample')}, "
+        f"{committed.num_batches:,} of {counted(total.num_batches, 'batch')}, "
         f"{format_bytes(status.committed_bytes)} in the store",
     )
     pieces = []
@@ -101,7 +102,7 @@ def _gpu_workers(status: RunStatus) -> Table:
     extract = next((queue for queue in status.queues if queue.queue == "extract"), None)
     if extract:
         table.title = (
-            f"GPU workers: {extract.num_waiting:,} batches wait, {extract.num_started:,} run, "
+            f"GPU workers: batches: {extract.num_waiting:,} wait, {extract.num_started:,} run, "
             f"{extract.num_delayed:,} for their next attempt"
         )
     for worker in status.workers:
@@ -133,7 +134,7 @@ def _uploads(status: RunStatus) -> Table:
             f"{queue.num_waiting:,}" if queue else "0",
             f"{queue.num_started:,}" if queue else "0",
             format_seconds(queue.oldest_seconds) if queue and queue.num_waiting else "–",
-            f"{format_bytes(spool.num_bytes)} in {spool.num_files or 0:,} files",
+            f"{format_bytes(spool.num_bytes)} in {counted(spool.num_files or 0, 'file')}",
             format_bytes(spool.high_bytes),
             format_bytes(spool.disk_free_bytes),
         )
@@ -151,7 +152,7 @@ def _dead_letters(status: RunStatus) -> Table:
 def _executions(status: RunStatus) -> RenderableType:
     """Workers' own counts stand apart from the ledger's: a batch that ran twice is two of theirs."""
     return Text(
-        f"Since their start the registered workers have finished {status.executed.num_batches:,} batches "
+        f"Since their start the registered workers have finished {counted(status.executed.num_batches, 'batch')} "
         "(executions: a batch that ran twice counts twice). Totals above are the ledger's.",
         style="dim",
     )
@@ -183,9 +184,9 @@ def _note(worker: WorkerStatus) -> str:
     if worker.throttle:
         pieces.append(f"throttled: {worker.throttle}")
     if worker.num_oom_splits:
-        pieces.append(f"{worker.num_oom_splits:,} splits for memory")
+        pieces.append(f"{counted(worker.num_oom_splits, 'split')} for memory")
     if worker.num_failures:
-        pieces.append(f"{worker.num_failures:,} failures")
+        pieces.append(counted(worker.num_failures, "failure"))
     if worker.fast_kernels is False:
         pieces.append("slow kernels")
     return ", ".join(piece for piece in pieces if piece)

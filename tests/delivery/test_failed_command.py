@@ -60,7 +60,7 @@ def test_what_is_no_batch_of_the_plan_is_listed_with_its_reason_and_said_to_coun
     assert "not one of them" in said
     assert "1 of them are no batches of the run's plan and count for nothing: `hiddenq failed drop` them" in said
     assert num_dead(bench.client, "run") == 3
-    assert failed("drop", "900000") == (0, "1 dead letters dropped\n")
+    assert failed("drop", "900000") == (0, "1 dead letter dropped\n")
     assert "900000" not in failed("list")[1]
 
 
@@ -86,7 +86,7 @@ def test_a_batch_without_a_dead_letter_is_said_and_nothing_is_done(action: str, 
 
 
 def test_retry_queues_again_and_drop_forgets(failed: Failed, bench: Bench) -> None:
-    assert failed("retry", "000001") == (0, "1 batches queued again\n")
+    assert failed("retry", "000001") == (0, "1 batch queued again\n")
     assert bench.status("run-000001") == "queued"
     assert failed("drop") == (0, "2 dead letters dropped\n")
     assert num_dead(bench.client, "run") == 0

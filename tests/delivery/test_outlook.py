@@ -30,7 +30,7 @@ def test_a_run_that_nobody_can_finish_says_why(bench: Bench) -> None:
     assert reason(bench) is None
     bench.run_all(worker)
     uploader.close(withdraw=True)
-    waiting = f"2 shards wait in spool {SPOOL}, and no uploader of it is alive"
+    waiting = f"2 shards left in spool {SPOOL}, and no uploader of it is alive"
     assert reason(bench) == waiting
     bench.uploader(OTHER_SPOOL, report=lambda: report("uploader", OTHER_SPOOL, target="u"))
     assert reason(bench) == waiting
@@ -43,7 +43,7 @@ def test_shards_of_a_machine_that_died_are_waited_for_until_they_are_made_again(
     joined = bench.gpu_worker(spool_id=OTHER_SPOOL, report=lambda: report("gpu_worker", OTHER_SPOOL, target="j"))
     bench.run_all(joined, OTHER_SPOOL)
     own, uploader = bench.gpu_worker(), bench.uploader()
-    assert reason(bench) == f"2 shards wait in spool {OTHER_SPOOL}, and no uploader of it is alive"
+    assert reason(bench) == f"2 shards left in spool {OTHER_SPOOL}, and no uploader of it is alive"
     die(joined)
     wait_until(lambda: reason(bench) is None, what="the spool is silent, so its shards will be made again")
     wait_until(lambda: uploads_of(bench.client, "run") == {}, seconds=FAST.spool_dead_seconds + 10)
@@ -58,7 +58,7 @@ def test_shards_of_a_machine_that_died_are_given_up_if_nobody_can_make_them_agai
     joined = bench.gpu_worker()
     bench.run_all(joined)
     die(joined)
-    text = f"1 shards wait in spool {SPOOL}, which is silent, and no GPU worker that could take them is alive"
+    text = f"1 shard left in spool {SPOOL}, which is silent, and no GPU worker that could take them is alive"
     wait_until(lambda: reason(bench) == text)
 
 

@@ -68,7 +68,7 @@ def test_all_is_well() -> None:
         ({"redis": RedisStatus(memory_bytes=90, memory_max_bytes=100)}, "critical", "Redis uses", "maxmemory"),
         ({"queues": []}, "critical", "no queue holds any of them", "hiddenq run"),
         ({"workers": [UPLOADER]}, "critical", "no GPU worker is alive", "hiddenq worker"),
-        ({"num_dead_letters": 2}, "warning", "2 dead letter(s)", "hiddenq failed list --run demo"),
+        ({"num_dead_letters": 2}, "warning", "2 dead letters", "hiddenq failed list --run demo"),
         (
             {"workers": [worker(state="sick", detail="8 failures in a row"), UPLOADER]},
             "critical",
@@ -99,7 +99,7 @@ def test_all_is_well() -> None:
         (
             {"queues": [EXTRACT, queue("upload", 4)], "workers": [worker()]},
             "critical",
-            "4 finished shards wait, but no uploader is alive there",
+            "4 finished shards left, but no uploader is alive there",
             "hiddenq upload",
         ),
         (

@@ -131,7 +131,7 @@ def test_a_dead_letter_is_shown_with_its_reason_and_what_to_type(redis_client: r
         assert "sample 3: layer 1 has NaN" in letter.reason
         (problem,) = status.problems
         assert problem.severity == "warning"
-        assert "1 dead letter(s)" in problem.what
+        assert "1 dead letter, set aside after the last attempt" in problem.what
         assert "hiddenq failed list --run demo" in problem.do
         assert "sample 3: layer 1 has NaN" in shown(status)
 
@@ -149,7 +149,7 @@ def test_shards_without_an_uploader_need_help(redis_client: redis.Redis) -> None
         worker.extract()
         uploader.consumer.close(withdraw=True)
         (problem,) = run_status(redis_client).problems
-        assert "1 finished shards wait, but no uploader is alive there" in problem.what
+        assert "1 finished shard left, but no uploader is alive there" in problem.what
 
 
 def test_a_worker_that_left_without_a_word_is_missed(redis_client: redis.Redis) -> None:

@@ -270,7 +270,7 @@ def test_an_export_of_a_going_run_says_what_it_lacks(
     command = ("export", "--out", str(made.folder), "--to", "speculators", "--dest")
     num_missing = len(made.samples) - len(made.sample_ids[0] + made.sample_ids[1])
     assert exit_status([*command, str(tmp_path / "half")]) == 1
-    assert f"not complete: {num_missing} samples of the run are not in its store yet" in capsys.readouterr().out
+    assert f"not complete: the store lacks {num_missing} samples of the run so far" in capsys.readouterr().out
     made = make()
     assert exit_status(["export", "--out", str(made.folder), *command[3:], str(tmp_path / "whole")]) == 0
     assert "not complete" not in capsys.readouterr().out

@@ -16,6 +16,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import BadMessage, DamagedShard, ObjectMissing, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan, Manifest
 from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.wording import counted
 from hiddenq.reader.checks.report import Findings
 from hiddenq.reader.checks.tokens import HeldObject, Plan
 from hiddenq.reader.index import SampleIndex, index_limit, read_index
@@ -154,8 +155,8 @@ def check_totals(manifest: Manifest, index: SampleIndex, num_bytes: int, finding
         findings.add(
             "manifest",
             names.MANIFEST,
-            f"says complete with {manifest.num_samples_committed} of {manifest.num_samples} samples "
-            f"and {len(manifest.dead_letters)} dead letters",
+            f"says complete with {manifest.num_samples_committed} of {counted(manifest.num_samples, 'sample')} "
+            f"and {counted(len(manifest.dead_letters), 'dead letter')}",
         )
     if not manifest.complete and not manifest.dead_letters and len(index.sample_ids) == manifest.num_samples:
         findings.add("manifest", names.MANIFEST, "says that the run is not complete, though every sample is there")

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from hiddenq.contracts.base import Frozen, Versioned
+from hiddenq.contracts.wording import counted
 
 FindingKind = Literal[
     "run_json",
@@ -113,7 +114,8 @@ class VerifyReport(Versioned):
         rate = self.num_bytes / max(self.seconds, 1e-9) / 1e6
         lines = [
             f"run {self.run} at {self.uri}",
-            f"read {self.num_samples:,} samples, {self.num_tokens:,} tokens in {self.num_shards:,} shards: "
+            f"read {counted(self.num_samples, 'sample')}, {counted(self.num_tokens, 'token')} in "
+            f"{counted(self.num_shards, 'shard')}: "
             f"{self.num_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:,.0f} MB/s)",
         ]
         if again := self.recomputed:
@@ -132,7 +134,7 @@ class VerifyReport(Versioned):
             lines.append("verified: every sample once, every byte as recorded")
         else:
             count = sum(self.num_findings.values())
-            lines.append(f"NOT VERIFIED: {count:,} finding{'s' * (count != 1)}")
+            lines.append(f"NOT VERIFIED: {counted(count, 'finding')}")
         return lines
 
 

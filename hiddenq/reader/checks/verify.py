@@ -19,6 +19,7 @@ from hiddenq.contracts import names
 from hiddenq.contracts.errors import DamagedShard, HiddenqError, RunMismatch, UnknownSchema
 from hiddenq.contracts.manifest import BatchPlan
 from hiddenq.contracts.run import RunConfig
+from hiddenq.contracts.wording import counted
 from hiddenq.model_files import check_here
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.checks import norms
@@ -225,13 +226,13 @@ class _Sweep:
         assert self.index is not None
         foreign = np.setdiff1d(self.index.sample_ids, kept)
         if len(foreign):
-            self.findings.add("index", names.INDEX, f"{len(foreign)} samples that the plan has not, first {foreign[0]}")
+            self.findings.add("index", names.INDEX, f"{counted(len(foreign), 'sample')} too many, first {foreign[0]}")
         missing = len(np.setdiff1d(kept, self.index.sample_ids))
         if missing and self.manifest and self.manifest.complete:
-            self.findings.add("index", names.INDEX, f"{missing} planned samples are not in it")
+            self.findings.add("index", names.INDEX, f"it lacks {counted(missing, 'planned sample')}")
 
     def _unfinished(self, num_shards: int) -> None:
-        text = f"{num_shards} of {len(self.batches)} batches are there and no manifest.json"
+        text = f"{num_shards} of {counted(len(self.batches), 'batch')} there and no manifest.json"
         self.findings.add("unfinished", self.config.run, text)
 
 
