@@ -10,17 +10,20 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hiddenq.contracts.errors import DamagedShard, MissingShard
+from hiddenq.contracts.errors import DamagedShard, MissingShard, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
 """Of files that are not whole yet: `.tmp-<8 characters>-<final name>`."""
 SHARED_MODE = 0o660
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+"""How the kernel writes spaces and the like in the name of a mount."""
 
 
 def temporary_token(name: str) -> str | None:
@@ -50,15 +53,28 @@ def regular_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield entry.name, entry.stat(follow_symlinks=False)
 
 
+def must_be_utf8(what: str, name: str) -> None:
+    """Refuse a name that no message or settings file could hold.
+
+    Raises:
+        UsageError: it is no UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(name).decode(errors="replace")
+        raise UsageError(f"{what} {shown}: this name is no UTF-8; choose one that is") from None
+
+
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Kind of the file system that a path lies on, such as ext4, nfs4 or overlay; `unknown` if it can't be told."""
     found, longest = "unknown", -1
     with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
-            _, folder, kind, *_ = line.split(" ")
-            folder = folder.encode().decode("unicode_escape")
+        for line in mounts.read_bytes().splitlines():
+            _, escaped, kind, *_ = line.split(b" ")
+            folder = os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), escaped))
             if len(folder) >= longest and path.is_relative_to(folder):
-                found, longest = kind, len(folder)
+                found, longest = kind.decode(), len(folder)
     return found
 
 

@@ -26,6 +26,7 @@ from hiddenq.storage.files import (
     ensure_folder,
     fsync_folder,
     link_open_file,
+    must_be_utf8,
     older_than,
     opened,
     temporary_beside,
@@ -41,6 +42,7 @@ class LocalStore:
 
     def __init__(self, folder: Path, *, limit: BandwidthLimit | None = None) -> None:
         self.folder = Path(os.path.abspath(folder.expanduser()))
+        must_be_utf8("folder", str(self.folder))
         self.uri = str(self.folder)
         self._limit = limit or BandwidthLimit(None)
         self._anchor = Anchor(self.folder)

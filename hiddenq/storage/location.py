@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from hiddenq.contracts.errors import UsageError
 from hiddenq.storage.bandwidth import BandwidthLimit
+from hiddenq.storage.files import must_be_utf8
 from hiddenq.storage.local import LocalStore
 from hiddenq.storage.settings import StoreSettings
 from hiddenq.storage.store import ObjectStore, StoreObserver
@@ -41,6 +42,7 @@ def open_store(
     if holds_credentials(text):
         raise UsageError(f"--out {scheme}://…: it holds credentials; put them into AWS_ACCESS_KEY_ID and the like")
     if scheme == "s3":
+        must_be_utf8("--out", text)
         bucket, _, prefix = text.removeprefix("s3://").partition("/")
         prefix = prefix.strip("/")
         if not bucket or not prefix:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hiddenq.contracts.errors import SpoolAway, SpoolGone, UsageError
+from hiddenq.storage.files import must_be_utf8
 
 SPOOL_ID = "spool_id"
 FILE_MODE = 0o640
@@ -52,6 +53,7 @@ def open_folder(folder: Path, *, create: bool) -> Path:
         UsageError: no such folder, or not one that this user may write.
     """
     folder = Path(os.path.abspath(folder.expanduser()))
+    must_be_utf8("--spool", str(folder))
     if not folder.exists() and create:
         _make_folder(folder)
     if not folder.is_dir():
