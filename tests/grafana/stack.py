@@ -275,7 +275,7 @@ def _end(watched: Stack) -> None:
             process.send_signal(signal.SIGCONT)
             process.kill()
     for process in watched.processes.values():
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def logs_of(watched: Stack) -> str:
