@@ -82,13 +82,6 @@ def finish_run(client: redis.Redis, record: RunRecord, store: ObjectStore) -> Ma
     return manifest
 
 
-def mirror_run(store: ObjectStore, mirror: ObjectStore) -> None:
-    """Copy everything but the shards, the manifest last; shards are copied as they are committed."""
-    keys = [info.key for info in store.list() if not info.key.startswith(names.STATES_PREFIX)]
-    for key in sorted(keys, key=lambda key: (key == names.MANIFEST, key)):
-        mirror.put_bytes(key, store.get_bytes(key))
-
-
 def _readable_manifest(store: ObjectStore) -> Manifest | None:
     """The manifest that lies there, if this hiddenq can read it; any other one is replaced."""
     with contextlib.suppress(ObjectMissing, BadMessage, UnknownSchema):

@@ -31,13 +31,14 @@ from hiddenq.delivery import (
     worker_name,
 )
 from hiddenq.storage import Spool, SpoolPresence
-from uploader.finish import finish_run, mirror_run
+from uploader.finish import finish_run
 from uploader.leftovers import remove_unfinished
+from uploader.mirror import mirror_of, mirror_run
 from uploader.reconcile import Reconciler
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
 from uploader.status import UploaderStatus
-from uploader.upload import ShardUpload, mirror_of
+from uploader.upload import ShardUpload
 from uploader.waiting import WaitingRuns
 
 IDLE_SECONDS = 0.2

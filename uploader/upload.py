@@ -37,6 +37,7 @@ from hiddenq.contracts.shard import header_num_bytes, parse_header
 from hiddenq.delivery import Claim, Consumer
 from hiddenq.storage import ObjectStore, RandomGrowingWait, Spool
 from hiddenq.storage.local import LocalStore
+from uploader.mirror import mirror_of
 from uploader.runs import OpenRun, Runs
 from uploader.settings import UploaderSettings
 from uploader.status import UploaderStatus
@@ -212,11 +213,6 @@ class ShardUpload:
     def _sleep(self, seconds: float) -> None:
         with self._consumer.pause_deadlines():
             self._consumer.stopping.wait(seconds)
-
-
-def mirror_of(run: str, settings: UploaderSettings) -> LocalStore | None:
-    """Where copies of a run are kept; None if that is not asked for."""
-    return LocalStore(settings.keep_local / run) if settings.keep_local else None
 
 
 def check_header(file: BinaryIO, shard: ShardReady) -> None:
