@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis
 
 from hiddenq import state
-from hiddenq.contracts.errors import RedisAway, UserError
+from hiddenq.contracts.errors import HiddenqError, UserError
 from hiddenq.delivery import EmbeddedServer, LocationLock, Reaper, ServerGuard, connect
 from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import owned
@@ -95,7 +95,10 @@ def _stop_unowned(guard: ServerGuard, store: ObjectStore) -> None:
     """Stop the embedded server, whoever started it, unless another `run` holds the location by now."""
     server = EmbeddedServer.find(guard.server.data_dir) or guard.server  # found nowhere: its folder is gone, perhaps
     is_owned = False
-    with contextlib.suppress(RedisAway), contextlib.closing(server.connect(wait_seconds=0.0)) as client:
+    with (
+        contextlib.suppress(HiddenqError, redis.RedisError),
+        contextlib.closing(server.connect(wait_seconds=0.0)) as client,
+    ):
         is_owned = LocationLock.is_held(client, store.uri)
     if not is_owned:
         server.stop()

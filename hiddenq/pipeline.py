@@ -92,6 +92,13 @@ class Pipeline:
             UserError: something is not as it must be.
             RetryableError: nothing alive could finish the run, with the reason.
         """
+        try:
+            return self._run()
+        except (HiddenqError, OSError):
+            self._check_folder()  # gone, it is the reason of whatever else was seen
+            raise
+
+    def _run(self) -> int:
         settings = self._settings
         seconds: dict[str, float] = {}
         began = time.monotonic()
@@ -173,10 +180,12 @@ class Pipeline:
 
     def _check_folder(self) -> None:
         """Raise `TransientError` unless this run's own folder is there: no process could be started without it."""
-        if not self._logs.is_dir():
+        folder = self._logs.parent
+        gone = next((path for path in (folder.parent, folder, self._logs) if not path.is_dir()), None)
+        if gone:
             raise TransientError(
-                f"{self._logs.parent} is not there any more (unmounted, moved or removed?); put it back, then the same "
-                "command goes on from here"
+                f"{gone} is not there any more (unmounted, moved or removed?); put it back, and the same command goes "
+                "on from here"
             )
 
     def _workers(self, record: RunRecord) -> list[ProcessSpec]:

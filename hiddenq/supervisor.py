@@ -209,9 +209,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def _last_line(log_file: Path | None) -> str | None:
     """The last `hiddenq: …` line that a child wrote: its one-line error."""
-    if log_file is None:
-        return None
-    with log_file.open("rb") as file:
-        file.seek(max(0, log_file.stat().st_size - 65536))
-        lines = file.read().decode(errors="replace").splitlines()
+    lines: list[str] = []
+    if log_file is not None:
+        with contextlib.suppress(OSError), log_file.open("rb") as file:  # its folder may be gone
+            file.seek(max(0, log_file.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
     return next((line.removeprefix("hiddenq: ") for line in reversed(lines) if line.startswith("hiddenq: ")), None)

@@ -33,7 +33,8 @@ class ServerGuard(Background):
             self.server.stop()
 
     def _round(self) -> float:
-        if self.server.is_alive:
+        # Where its place is gone as well, the run is; nothing is made there anew.
+        if self.server.is_alive or not self.server.data_dir.parent.is_dir():
             self._wait_seconds = LOOK_SECONDS
             return self._wait_seconds
         old = self.server

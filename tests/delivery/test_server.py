@@ -107,6 +107,16 @@ def test_a_stopped_server_is_gone_and_another_ones_port_is_not_taken_for_it(data
     other.stop()
 
 
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_server_whose_folder_was_removed_is_stopped(is_made_anew: bool, data_dir: Path) -> None:
+    server = start(data_dir)
+    shutil.rmtree(data_dir)
+    if is_made_anew:
+        data_dir.mkdir()
+    server.stop()
+    assert not Path(f"/proc/{server.pid}").exists()
+
+
 def test_there_is_never_a_second_server_on_a_folder(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "LOCK_SECONDS", 0.2)
     server = start(data_dir)
@@ -157,6 +167,18 @@ def test_a_server_that_died_is_started_again_where_its_clients_look_for_it(data_
         wait_until(lambda: guard.server.pid != second.pid)
         assert client.get("kept") is None, "an empty one, and still the one that the clients know"
     assert EmbeddedServer.find(data_dir) is None
+
+
+def test_nothing_is_made_where_the_run_itself_was_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with ServerGuard(start(folder / "redis"), stops_server=True) as guard:
+        server = guard.server
+        shutil.rmtree(folder)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_alive)
+        guard._round()
+        assert guard.server is server
+    assert not folder.exists()
 
 
 def test_a_server_that_cannot_start_says_why(data_dir: Path) -> None:

@@ -75,8 +75,11 @@ def test_everything_killed_at_once_and_the_same_command_completes_it(
 ) -> None:
     out = tmp_path / "out"
     process = met(hiddenq, arguments, out, num_shards=2)
-    kill([process.pid, *processes_with(str(out)), *_servers_of(out)])
+    kill([process.pid])
     ended(process)
+    _assert_called_stopped(hiddenq("status", "--out", out))
+    kill([*processes_with(str(out)), *_servers_of(out)])
+    _assert_called_stopped(hiddenq("status", "--out", out))
     done = num_shards_of(out)
     assert done < NUM_SAMPLES
     wait_until(lambda: not processes_with(str(out)), seconds=60, what="the end of its children")
@@ -95,6 +98,7 @@ def test_an_interrupted_run_ends_its_children_and_goes_on_later(
     assert "the same command goes on from here" in interrupted.err
     assert processes_with(str(out)) == []
     assert not (out / "manifest.json").exists()
+    _assert_called_stopped(hiddenq("status", "--out", out))
     assert_complete(hiddenq(*arguments, seconds=180), out, NUM_SAMPLES)
 
 
@@ -107,13 +111,28 @@ def test_a_run_whose_folder_is_moved_away_ends_in_one_line_and_goes_on_once_it_i
     gone = ended(process)
     assert gone.status == 1, gone
     assert gone.err.splitlines()[-1] == (
-        f"hiddenq: {out}/.hiddenq is not there any more (unmounted, moved or removed?); put it back, then the same "
-        "command goes on from here"
+        f"hiddenq: {out} is not there any more (unmounted, moved or removed?); put it back, and the same command goes "
+        "on from here"
     )
     assert not out.exists(), "nothing was made in its place"
     assert is_gone(json.loads((away / ".hiddenq" / "redis" / "server.json").read_text())), "nor does its Redis go on"
     away.rename(out)
     assert_complete(hiddenq(*arguments, seconds=180), out, 12)
+
+
+def test_a_run_whose_folder_is_removed_ends_in_one_line_and_so_does_its_redis(
+    hiddenq: Command, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = met(hiddenq, arguments, out, num_shards=1)
+    server = json.loads((out / ".hiddenq" / "redis" / "server.json").read_text())
+    while out.exists():  # who writes there meanwhile may keep a folder from being empty
+        subprocess.run(["rm", "-rf", str(out)], stderr=subprocess.DEVNULL, check=False)
+    gone = ended(process)
+    assert gone.status == 1, gone
+    assert gone.err.splitlines()[-1].startswith(f"hiddenq: {out} is not there any more (unmounted, moved or removed?)")
+    assert is_gone(server)
+    assert not out.exists(), "nothing was made in its place"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -163,6 +182,18 @@ def test_status_of_a_run_that_goes_on_and_of_one_that_ended(
     after = hiddenq("status", "--out", out)
     assert after.status == 0, after
     assert "complete" in after.out
+
+
+def _assert_called_stopped(looked: Ended) -> None:
+    """In one plain state, with what is done and what is to do, and with no alarm of a fleet."""
+    assert looked.status == 0, looked
+    assert looked.err == ""
+    assert "  stopped  " in looked.out.splitlines()[0]
+    assert f" of {NUM_SAMPLES} samples" in looked.out
+    assert "no process runs it; " in looked.out
+    assert "type the same `hiddenq run` again: it goes on from here" in looked.out
+    for alarm in ("critical", "goes well", "tokens/s", "hiddenq worker", "hiddenq upload", "drain", "forget"):
+        assert alarm not in looked.out, looked
 
 
 def _workers_of(out: Path) -> list[int]:

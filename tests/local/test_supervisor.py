@@ -85,6 +85,15 @@ def test_a_wrong_setting_is_not_tried_again_and_its_line_is_the_reason(
     assert supervisor.withdrawn == {"child": "/models/x: no such model"}
 
 
+def test_a_wrong_setting_whose_log_was_removed_is_still_one(
+    supervise: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    supervisor = supervise(spec(f"import os, sys; os.remove({str(log)!r}); sys.exit(2)", log))
+    poll_until(supervisor, lambda: supervisor.withdrawn)
+    assert supervisor.withdrawn == {"child": "its settings are wrong (exit status 2); see its log"}
+
+
 def test_a_log_that_can_not_be_written_is_tried_again_and_at_last_the_reason(
     supervise: Callable[..., Supervisor], tmp_path: Path
 ) -> None:
