@@ -20,6 +20,7 @@ from hiddenq.contracts.shard import TensorSpec, header_num_bytes, parse_header
 from hiddenq.contracts.target_head import TargetHead
 from hiddenq.reader.decode import torch_dtype
 from hiddenq.reader.patience import patiently
+from hiddenq.reader.remedies import ADD_HEAD
 from hiddenq.storage import ObjectStore
 
 MAX_HEADER_BYTES = 1 << 20
@@ -42,10 +43,7 @@ class HeadWeights:
         """
         info = store.stat(names.TARGET_HEAD)
         if info is None:
-            raise UsageError(
-                f"{store.uri}: no {names.TARGET_HEAD}, which post-norm states and logits need; "
-                "run `hiddenq run` on this location again with --target-head"
-            )
+            raise UsageError(f"{store.uri}: no {names.TARGET_HEAD}, which post-norm states and logits need; {ADD_HEAD}")
         size = header_num_bytes(store.get_bytes(names.TARGET_HEAD, 0, 8), name=names.TARGET_HEAD)
         if size > min(info.num_bytes, MAX_HEADER_BYTES):
             raise DamagedShard(f"{names.TARGET_HEAD}: header of {size} bytes in an object of {info.num_bytes}")

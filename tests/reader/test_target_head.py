@@ -140,7 +140,7 @@ def test_a_checkpoint_without_the_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_head_says_what_to_do(make: Make) -> None:
-    with pytest.raises(UsageError, match="with --target-head"):
+    with pytest.raises(UsageError, match="the same `hiddenq run` command as before again, with --target-head added"):
         _ = open_run(make().folder).target_head
 
 

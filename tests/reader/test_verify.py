@@ -92,7 +92,7 @@ def test_a_missing_shard_is_found_with_its_samples(make: Make) -> None:
     finding = next(finding for finding in report.findings if finding.kind == "missing_shard")
     assert key in finding.text
     assert all(str(sample_id) in finding.text for sample_id in made.sample_ids[1])
-    assert "run `hiddenq run` on this location again" in finding.todo
+    assert "give the same `hiddenq run` command as before again" in finding.todo
 
 
 @pytest.mark.parametrize("name", ["states/000000-0123abcd.safetensors", "states/999999-0123abcd.safetensors", "x.txt"])

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from hiddenq.contracts.base import Frozen, Versioned
 from hiddenq.contracts.wording import counted
+from hiddenq.reader.remedies import MEND_BY_RUN, MEND_HEAD, RUN_AGAIN
 
 FindingKind = Literal[
     "run_json",
@@ -36,16 +37,15 @@ FindingKind = Literal[
     "recompute",
 ]
 
-MEND_BY_RUN = "delete the object and run `hiddenq run` on this location again: only its batch is made anew"
 TODO: dict[FindingKind, str] = {
     "run_json": "restore run.json from a copy, or extract into another location",
-    "manifest": "run `hiddenq run` on this location again: it writes the manifest anew from what is there",
+    "manifest": f"{RUN_AGAIN}: it writes the manifest anew from what is there",
     "plan": "restore tokens/ from a copy, or extract into another location",
     "rejected": "restore rejected.jsonl from a copy; the states themselves are not concerned",
-    "dead_letter": "see why with `hiddenq failed list`, mend it, `hiddenq failed retry`, then `hiddenq run` again",
-    "unfinished": "go on with `hiddenq run` on this location; verify again at its end",
-    "index": "delete index.parquet and manifest.json, then run `hiddenq run` again: both are written anew",
-    "missing_shard": "run `hiddenq run` on this location again: only the missing batches are made",
+    "dead_letter": f"see why with `hiddenq failed list`, mend it, `hiddenq failed retry`, then {RUN_AGAIN}",
+    "unfinished": f"{RUN_AGAIN} to go on; verify again at its end",
+    "index": f"delete index.parquet and manifest.json, then {RUN_AGAIN}: both are written anew",
+    "missing_shard": f"{RUN_AGAIN}: only the missing batches are made",
     "stray_object": "move it away if it is yours, delete it if it is nobody's",
     "damaged_shard": MEND_BY_RUN,
     "layout": MEND_BY_RUN,
@@ -53,7 +53,7 @@ TODO: dict[FindingKind, str] = {
     "non_finite": MEND_BY_RUN + "; if it comes back, the model overflows in this dtype: use bfloat16 or float32",
     "zero_states": MEND_BY_RUN,
     "final_state": MEND_BY_RUN,
-    "target_head": "delete target_head.safetensors and run `hiddenq run` on this location again with --target-head",
+    "target_head": MEND_HEAD,
     "layer_order": "check with `--recompute`; if it agrees, these samples are just unusual",
     "repeated_states": "check with `--recompute`; then " + MEND_BY_RUN,
     "recompute": "check that --model is the run's model; if so, " + MEND_BY_RUN,
