@@ -20,9 +20,8 @@ from hiddenq.doctor.findings import Finding, error
 from hiddenq.doctor.gpu import check_gpus
 from hiddenq.doctor.host import check_cache, check_shared_memory, check_spool
 from hiddenq.doctor.location import check_location, run_config
-from hiddenq.doctor.model import check_model
+from hiddenq.doctor.model import check_named_model
 from hiddenq.doctor.queue import check_queue
-from hiddenq.model_files import is_path
 from hiddenq.storage import StoreSettings, open_store
 
 Role = Literal["all", "produce", "worker", "upload", "monitor"]
@@ -70,11 +69,11 @@ def _findings(settings: DoctorSettings, nvml: Any, around: Surroundings | None) 
     if settings.uses_gpus:
         yield from _guarded("GPUs", gpus)
         yield from _guarded("caches", lambda: [check_cache(cache_folder()), check_shared_memory()])
-    model = _model_folder(settings, run)
+    model = settings.model or _model_of(run, settings.role)
     spool, url, location = settings.spool, settings.redis_url, settings.location
     if model:
         yield from _guarded(
-            "model", lambda: check_model(model, gpu_bytes, gpus_per_worker=settings.gpus_per_worker, run=run)
+            "model", lambda: check_named_model(model, gpu_bytes, gpus_per_worker=settings.gpus_per_worker, run=run)
         )
     if spool:
         shard_bytes = run.max_shard_bytes if run else DEFAULT_SHARD_BYTES
@@ -118,15 +117,11 @@ def _run(settings: DoctorSettings) -> RunConfig | None:
     return None
 
 
-def _model_folder(settings: DoctorSettings, run: RunConfig | None) -> Path | None:
-    """The folder of the model asked for, or of the run's for who loads it; a hub model is found out by the load."""
-    if settings.model:
-        folder = Path(settings.model).expanduser()
-        return folder if folder.is_dir() or is_path(settings.model) else None
-    if run is None or settings.role not in ("all", "worker"):
+def _model_of(run: RunConfig | None, role: Role) -> str | None:
+    """The folder that the run names, if it is here, for who loads it; what else it names is found out by the load."""
+    if run is None or role not in ("all", "worker"):
         return None
-    folder = Path(run.model.model).expanduser()
-    return folder if folder.is_dir() else None
+    return run.model.model if Path(run.model.model).expanduser().is_dir() else None
 
 
 def cache_folder() -> Path:

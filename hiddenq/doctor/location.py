@@ -1,11 +1,14 @@
 """The output location: there, writable, on the same clock, with room for the run.
 
-Invariant: one small object is written and removed again by the store's own probe; a store's clock is read from any
+Invariant: one small object is written and removed again by the store's own probe, as is a folder that was not there. A
+store's clock is read from any
 answer of it, signed or not, because a skewed clock is a reason for being refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
@@ -34,7 +37,8 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
         yield from check_store_clock(settings.endpoint_url or "https://s3.amazonaws.com", clock=clock)
     try:
         store = open_store(uri, settings)
-        capabilities = store.probe()
+        with _nothing_left(store.open_local("")):
+            capabilities = store.probe()
     except StoreAway as away:
         yield error(
             str(away),
@@ -53,6 +57,19 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
     config = run_config(store)
     if config and (folder := store.open_local("")):
         yield check_room(Path(folder), num_bytes=remaining_bytes(config, store))
+
+
+@contextlib.contextmanager
+def _nothing_left(folder: Path | None) -> Iterator[None]:
+    """Afterwards no folder is there that was not there before."""
+    above = [folder, *folder.parents] if folder else []
+    made = [path for path in above if not os.path.lexists(path)]
+    try:
+        yield
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # never made, or someone's by now
+                path.rmdir()
 
 
 def check_store_clock(url: str, *, clock: Callable[[], float] = time.time) -> Iterator[Finding]:

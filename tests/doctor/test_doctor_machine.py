@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections import namedtuple
 from functools import partial
@@ -25,6 +27,7 @@ from hiddenq.doctor.model import check_kernels, check_model
 from hiddenq.doctor.queue import check_exposure, check_queue
 from hiddenq.storage import StoreSettings, open_store
 from tests.doctor.fake_nvml import FakeGpu, FakeNvml
+from tests.support.hub import serve_hub
 from tests.support.made_run import make_run
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
@@ -207,14 +210,65 @@ def test_a_config_that_is_none_is_an_error_with_its_remedy(tmp_path: Path, conte
     assert found.remedy.startswith("copy the checkpoint again")
 
 
-def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
-    assert "holds no checkpoint" in whats(list(check_model(tmp_path, [])), "error")
+def test_a_checkpoint_that_can_not_be_loaded_is_an_error_on_any_machine(tmp_path: Path) -> None:
+    assert "holds no config.json" in whats(list(check_model(tmp_path, [])), "error")
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no weights" in whats(list(check_model(tmp_path, [])), "error")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "is a pointer of Git LFS" in whats(list(check_model(tmp_path, [])), "error")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert "can be read: weights" in whats(list(check_model(tmp_path, [])), "ok")
 
 
-def test_a_hub_model_is_left_to_the_load_and_a_folder_that_is_not_there_is_an_error() -> None:
-    assert diagnose(DoctorSettings(role="upload", model="Qwen/Qwen3-8B")) == []
-    found = diagnose(DoctorSettings(role="upload", model="/models/nothing"))
-    assert "/models/nothing holds no checkpoint" in whats(found, "error")
+def test_a_model_that_is_nowhere_is_an_error_and_one_of_the_hubs_is_looked_for_in_its_cache_and_there(
+    tmp_path: Path,
+) -> None:
+    home, commit = tmp_path / "hf", "c" * 40
+    cached = home / "hub" / "models--owner--cached"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    checkpoint(cached / "snapshots" / commit, 1, model_type="llama")
+    checkpoint(tmp_path / "here", 1, model_type="llama")
+    before = sorted(tmp_path.rglob("*"))
+    everywhere = {
+        "/models/nothing": ("error", "--model /models/nothing: no such folder on this host"),
+        "no such": ("error", "--model no such: no such folder here, and the hub says: "),
+        "here": ("ok", "here can be read"),
+        "owner/cached": ("ok", "owner/cached can be read"),
+    }
+    with serve_hub("owner/there", {}, kind="models") as address:
+        expected = everywhere | {
+            "nosuch": ("error", "--model nosuch: no such folder here, and the hub says: "),
+            "owner/there": ("ok", "--model owner/there: the hub has it"),
+        }
+        assert_found(expected, tmp_path, HF_HOME=str(home), HF_ENDPOINT=address)
+    missing = ("error", "not in the hub's cache on this machine; the hub can't be reached from here")
+    expected = everywhere | {"nosuch": missing, "owner/there": missing}
+    assert_found(expected, tmp_path, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was fetched"
+
+
+def assert_found(expected: dict[str, tuple[str, str]], folder: Path, **environment: str) -> None:
+    """What is found of these models, in a process of its own: the hub's library reads its settings once."""
+    script = (
+        "import json, sys; from hiddenq.doctor import DoctorSettings, diagnose\n"
+        "models = {model: diagnose(DoctorSettings(role='upload', model=model)) for model in sys.argv[1:]}\n"
+        "print(json.dumps({model: [(f.level, f.what) for f in found] for model, found in models.items()}))"
+    )
+    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd(), "PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.check_output([sys.executable, "-c", script, *expected], cwd=folder, env=environment, text=True)
+    for model, [[level, what]] in json.loads(said).items():
+        assert level == expected[model][0], what
+        assert expected[model][1] in what
+
+
+def test_nothing_is_left_where_no_location_was(tmp_path: Path) -> None:
+    assert not whats(list(check_location(str(tmp_path / "some" / "where"), StoreSettings())), "error")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "here").mkdir()
+    list(check_location(str(tmp_path / "here"), StoreSettings()))
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
 def test_a_preflight_takes_what_its_command_would_take_from_the_same_variables() -> None:

@@ -1,4 +1,4 @@
-"""A hub of datasets on loopback, as far as `datasets` and `huggingface_hub` ask one for a public dataset.
+"""A hub on loopback, as far as `datasets` and `huggingface_hub` ask one for a public dataset, or if it has a model.
 
 Promise to tests: what these libraries get from it is what they would get from the hub: real HTTP, the hub's paths,
 headers and JSON; only who answers is another.
@@ -17,8 +17,8 @@ COMMIT = "a" * 40
 
 
 @contextlib.contextmanager
-def serve_hub(repository: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """A hub with one dataset of these files; yields its address, which `HF_ENDPOINT` takes."""
+def serve_hub(repository: str, files: Mapping[str, bytes], kind: str = "datasets") -> Iterator[str]:
+    """A hub with one dataset of these files (`models`: a model); yields its address, which `HF_ENDPOINT` takes."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -26,7 +26,7 @@ def serve_hub(repository: str, files: Mapping[str, bytes]) -> Iterator[str]:
 
         def do_GET(self) -> None:
             path = self.path.split("?")[0]
-            api, resolve = f"/api/datasets/{repository}", f"/datasets/{repository}/resolve/"
+            api, resolve = f"/api/{kind}/{repository}", f"/datasets/{repository}/resolve/"
             if path.startswith(f"{api}/tree/"):
                 self._answer_json(self._listed(path.removeprefix(f"{api}/tree/").partition("/")[2]))
             elif path == api or path.startswith(f"{api}/revision/"):
