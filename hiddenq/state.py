@@ -41,6 +41,11 @@ def state_folder(store: ObjectStore) -> Path:
     return home_folder() / hashlib.blake2b(store.uri.encode(), digest_size=8).hexdigest()
 
 
+def names_redis(redis_url: str | None) -> bool:
+    """Whether a Redis is named, by an option or in the environment, so that no embedded one is meant."""
+    return bool(redis_url or os.environ.get(REDIS_VARIABLE))
+
+
 @contextlib.contextmanager
 def redis_of(store: ObjectStore, redis_url: str | None) -> Iterator[redis.Redis]:
     """A client of the Redis that has this location's run: the one named, else the embedded one, woken if it sleeps.
@@ -48,7 +53,7 @@ def redis_of(store: ObjectStore, redis_url: str | None) -> Iterator[redis.Redis]
     Raises:
         UsageError: no address is given and this machine has no state of the location.
     """
-    if redis_url or os.environ.get(REDIS_VARIABLE):
+    if names_redis(redis_url):
         with contextlib.closing(connect(redis_url)) as client:
             yield client
         return

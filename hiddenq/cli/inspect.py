@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import orjson
 import redis
@@ -25,6 +25,10 @@ from hiddenq.cli.options import grouped
 from hiddenq.cli.run import Json
 from hiddenq.contracts.errors import UsageError
 from hiddenq.contracts.wording import counted
+
+if TYPE_CHECKING:
+    from hiddenq.monitor import RunStatus
+    from hiddenq.storage import ObjectStore
 
 PANEL = "Looking at a run"
 WATCH_SECONDS = 1.0
@@ -62,12 +66,25 @@ def _open_run(meant: RunOptions, queue: QueueOptions, store: StoreOptions) -> It
     if config is None:
         raise UsageError(f"--out {meant.out}: no run.json there; start with `hiddenq run`")
     with state.redis_of(location, queue.redis_url) as client:
-        yield _Opened(client, load_run(client, config.run).run)
+        run = load_run(client, config.run).run
+        yield _Opened(client, run, None if state.names_redis(queue.redis_url) else location)
 
 
 class _Opened(NamedTuple):
     client: redis.Redis
     run: str
+    own: ObjectStore | None = None
+    """The location whose own Redis it is; None for one that was named."""
+
+    def status(self) -> RunStatus:
+        from hiddenq.delivery import LocationLock
+        from hiddenq.monitor import Embedded, run_status
+
+        if self.own is None:
+            return run_status(self.client, self.run)
+        is_running = LocationLock.is_held(self.client, self.own.uri)
+        logs = str(state.state_folder(self.own) / "logs")
+        return run_status(self.client, self.run, embedded=Embedded(is_running=is_running, logs=logs))
 
 
 @app.command(rich_help_panel=PANEL)
@@ -80,19 +97,18 @@ def status(
     json: Json = False,
 ) -> int:
     """Total, rate, ETA, spool, each worker, queues, failures, and what is wrong with what to do about it."""
-    from hiddenq.monitor import run_status
-    from hiddenq.monitor.render import render
+    from hiddenq.monitor import render
 
     with _open_run(meant, queue, store) as opened:
         if json:
-            typer.echo(run_status(opened.client, opened.run).model_dump_json(indent=2))
+            typer.echo(opened.status().model_dump_json(indent=2))
         elif watch:
             with Live(auto_refresh=False) as live:
                 while True:
-                    live.update(render(run_status(opened.client, opened.run)), refresh=True)
+                    live.update(render(opened.status()), refresh=True)
                     time.sleep(WATCH_SECONDS)
         else:
-            Console().print(render(run_status(opened.client, opened.run)))
+            Console().print(render(opened.status()))
     return 0
 
 

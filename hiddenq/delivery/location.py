@@ -48,9 +48,10 @@ class LocationLock(Background):
 
     @staticmethod
     def is_held(client: redis.Redis, location: str) -> bool:
-        """Whether anyone holds a location now."""
+        """Whether anyone holds a location now; nobody does whose process can be seen to be gone."""
         with away_errors():
-            return bool(client.exists(_key(location)))
+            found = client.get(_key(location))
+        return bool(found) and not is_gone(_said(found))
 
     def check(self) -> None:
         """Raise `RunMismatch` if someone else holds the location by now."""

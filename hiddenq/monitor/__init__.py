@@ -6,6 +6,7 @@ Consumes what `hiddenq.delivery` says about the fleet (queues, worker reports, l
 ledger do. Every look leaves a point in Redis, so that rates and stalls are known to whoever looks next.
 """
 
+from hiddenq.monitor.embedded import Embedded
 from hiddenq.monitor.model import Problem, Rate, RunStatus
 from hiddenq.monitor.render import render, summary_line, verdict
 from hiddenq.monitor.server import MonitorSettings, serve
@@ -13,6 +14,7 @@ from hiddenq.monitor.status import run_status
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share
 
 __all__ = [
+    "Embedded",
     "MonitorSettings",
     "Problem",
     "Rate",

@@ -128,8 +128,8 @@ class RunStatus(Frozen):
     run: str
     location: str
     model: str
-    state: Literal["live", "finished", "cancelled"]
-    """`finished`: its manifest is written."""
+    state: Literal["live", "stopped", "finished", "cancelled"]
+    """`finished`: its manifest is written; `stopped`: it has its own Redis, and no `hiddenq run` works on it."""
     at: float
     total: Totals
     """What the run is to have."""

@@ -6,10 +6,12 @@ when a person has nothing to do. The alert rules watch the same symptoms over ti
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 
 from hiddenq.contracts.wording import counted
+from hiddenq.monitor.embedded import Embedded
 from hiddenq.monitor.model import Problem, QueueStatus, RedisStatus, SpoolStatus, WorkerStatus
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share
 from hiddenq.monitor.thresholds import (
@@ -28,7 +30,8 @@ _ORDER = {"critical": 0, "warning": 1, "info": 2}
 def find_problems(
     *,
     run: str,
-    live: bool,
+    location: str,
+    state: str,
     num_left: int,
     num_dead_letters: int,
     p99_seconds: float,
@@ -36,18 +39,23 @@ def find_problems(
     queues: Sequence[QueueStatus],
     spools: Sequence[SpoolStatus],
     redis: RedisStatus,
+    embedded: Embedded | None = None,
 ) -> tuple[Problem, ...]:
     """All problems of this moment, worst first; `num_left` is the number of batches not yet committed.
 
-    Once a run is over (`live` is false, or nothing is left), nobody needs to be there for it.
+    Once a run is over (it is not `live`, or nothing is left), nobody needs to be there for it. `embedded`: the run has
+    its own Redis.
     """
-    found = [*_of_redis(redis), *_of_dead_letters(run, num_dead_letters)]
-    if live and num_left:
+    meant = f"--out {shlex.quote(location)}" if embedded else f"--run {run}"
+    found = [*_of_redis(redis), *_of_dead_letters(meant, num_dead_letters)]
+    if state == "stopped":
+        found.append(_of_a_stopped_run(num_left - num_dead_letters))
+    elif state == "live" and num_left:
         found += [
-            *_of_the_rest(num_left - num_dead_letters, workers, queues),
-            *(problem for worker in workers for problem in _of_a_worker(worker, p99_seconds)),
+            *_of_the_rest(num_left - num_dead_letters, workers, queues, embedded),
+            *(problem for worker in workers for problem in _of_a_worker(worker, workers, p99_seconds, embedded)),
             *_stragglers(workers),
-            *(problem for spool in spools for problem in _of_a_spool(spool, workers, queues)),
+            *(problem for spool in spools for problem in _of_a_spool(spool, workers, queues, embedded)),
         ]
     return tuple(sorted(found, key=lambda problem: _ORDER[problem.severity]))
 
@@ -81,16 +89,27 @@ def _of_redis(redis: RedisStatus) -> Iterator[Problem]:
         )
 
 
-def _of_dead_letters(run: str, num_dead_letters: int) -> Iterator[Problem]:
+def _of_dead_letters(meant: str, num_dead_letters: int) -> Iterator[Problem]:
     if num_dead_letters:
         yield Problem(
             severity="warning",
             what=f"{counted(num_dead_letters, 'dead letter')}, set aside after the last attempt",
-            do=f"see why: `hiddenq failed list --run {run}`; when it is mended: `hiddenq failed retry --run {run}`",
+            do=f"see why: `hiddenq failed list {meant}`; when it is mended: `hiddenq failed retry {meant}`",
         )
 
 
-def _of_the_rest(num_left: int, workers: Sequence[WorkerStatus], queues: Sequence[QueueStatus]) -> Iterator[Problem]:
+def _of_a_stopped_run(num_left: int) -> Problem:
+    left = f"{counted(num_left, 'batch')} left" if num_left > 0 else "only its index and manifest are missing"
+    return Problem(
+        severity="info",
+        what=f"no process runs it; {left}",
+        do="type the same `hiddenq run` again: it goes on from here",
+    )
+
+
+def _of_the_rest(
+    num_left: int, workers: Sequence[WorkerStatus], queues: Sequence[QueueStatus], embedded: Embedded | None
+) -> Iterator[Problem]:
     if num_left <= 0:
         return
     gpu_workers = [worker for worker in workers if worker.role == "gpu_worker" and not worker.drained]
@@ -107,22 +126,46 @@ def _of_the_rest(num_left: int, workers: Sequence[WorkerStatus], queues: Sequenc
         yield Problem(
             severity="critical",
             what="batches wait, but no GPU worker is alive",
-            do="start one: `hiddenq worker`; its log says why the last one ended",
+            do=_by_itself(embedded) or "start one: `hiddenq worker`; its log says why the last one ended",
         )
 
 
-def _of_a_worker(worker: WorkerStatus, p99_seconds: float) -> Iterator[Problem]:
+def _by_itself(embedded: Embedded | None) -> str:
+    """What starts a dead process of a living `hiddenq run` again; "" in a fleet."""
+    if not embedded or not embedded.is_running:
+        return ""
+    return f"`hiddenq run` starts it again by itself; its log in {embedded.logs} says why it ended"
+
+
+def _of_a_dead_worker(
+    worker: WorkerStatus, workers: Sequence[WorkerStatus], embedded: Embedded | None
+) -> Iterator[Problem]:
+    """One whose heartbeat has stopped. What takes a host out is no remedy while others of that host work."""
+    if worker.state == "draining":
+        what = f"was told to stop, and ended {format_seconds(worker.heartbeat_seconds)} ago"
+    else:
+        what = f"no heartbeat for {format_seconds(worker.heartbeat_seconds)}"
+        what += f"; it last said: {worker.detail}" if worker.detail else ""
+    command = "hiddenq worker" if worker.role == "gpu_worker" else "hiddenq upload"
+    if any(other.alive for other in workers if other.host == worker.host):
+        gone = f"`hiddenq forget {worker.host}` (those that live there are listed again with their next heartbeat)"
+    else:
+        gone = f"`hiddenq forget {worker.host}`, or `hiddenq drain {worker.host}` to let none start there"
+    yield Problem(
+        severity="critical" if worker.role == "gpu_worker" else "warning",
+        what=f"{worker_label(worker)}: {what}",
+        do=_by_itself(embedded) or f"look at its log and start it again (`{command}`); gone on purpose: {gone}",
+    )
+
+
+def _of_a_worker(
+    worker: WorkerStatus, workers: Sequence[WorkerStatus], p99_seconds: float, embedded: Embedded | None
+) -> Iterator[Problem]:
     label = worker_label(worker)
     if worker.drained:
         return
     if not worker.alive:
-        yield Problem(
-            severity="critical" if worker.role == "gpu_worker" else "warning",
-            what=f"{label}: no heartbeat for {format_seconds(worker.heartbeat_seconds)}"
-            + (f"; it last said: {worker.detail}" if worker.detail else ""),
-            do=f"look at its log and restart it, or take the host out: `hiddenq drain {worker.host}` "
-            f"(gone for good: `hiddenq forget {worker.host}`)",
-        )
+        yield from _of_a_dead_worker(worker, workers, embedded)
         return
     limit = stall_limit_seconds(p99_seconds)
     if worker.state == "sick":
@@ -172,7 +215,7 @@ def _stragglers(workers: Sequence[WorkerStatus]) -> Iterator[Problem]:
 
 
 def _of_a_spool(
-    spool: SpoolStatus, workers: Sequence[WorkerStatus], queues: Sequence[QueueStatus]
+    spool: SpoolStatus, workers: Sequence[WorkerStatus], queues: Sequence[QueueStatus], embedded: Embedded | None
 ) -> Iterator[Problem]:
     queue = next((one for one in queues if one.queue == "upload" and one.spool_id == spool.spool_id), None)
     num_waiting = queue.num_waiting + queue.num_started if queue else 0
@@ -181,7 +224,7 @@ def _of_a_spool(
         yield Problem(
             severity="critical",
             what=f"{spool.host}: {counted(num_waiting, 'finished shard')} left, but no uploader is alive there",
-            do=f"start one on {spool.host}: `hiddenq upload`",
+            do=_by_itself(embedded) or f"start one on {spool.host}: `hiddenq upload`",
         )
     elif queue and queue.oldest_seconds > UPLOAD_OLD_SECONDS:
         yield Problem(

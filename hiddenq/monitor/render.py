@@ -23,10 +23,12 @@ _STATE_STYLES = {"busy": "green", "idle": "cyan", "sick": "bold red", "paused": 
 def render(status: RunStatus) -> RenderableType:
     """The whole status, for `rich`'s console or its `Live`."""
     parts: list[RenderableType] = [_headline(status), _progress(status), *(_problem(one) for one in status.problems)]
-    for table in (_gpu_workers(status), _uploads(status), _dead_letters(status)):
+    living = () if status.state == "stopped" else (_gpu_workers(status), _uploads(status))
+    for table in (*living, _dead_letters(status)):
         if table.row_count:
             parts += [Text(), table]
-    parts.append(_executions(status))
+    if living:
+        parts.append(_executions(status))
     return Group(*parts)
 
 
@@ -48,16 +50,30 @@ def summary_line(status: RunStatus) -> str:
 
 
 def verdict(status: RunStatus) -> str:
-    """`complete`, `goes well`, or what the worst problem makes of it."""
+    """`complete`, `stopped`, `cancelled`, `goes well`, or what the worst problem makes of it."""
+    if status.state == "stopped":
+        return "stopped"
     if status.complete:
         return "complete"
+    if status.state == "cancelled":
+        return "cancelled"
+    if _has_ended(status):
+        return "ended incomplete"
     worst = status.problems[0].severity if status.problems else "info"
     return {"critical": "needs help", "warning": "goes on, with problems", "info": "goes well"}[worst]
+
+
+def _has_ended(status: RunStatus) -> bool:
+    """Whether its manifest is written, and what it lacks are dead letters that nobody has queued again."""
+    num_left = status.total.num_batches - status.committed.num_batches
+    return status.state == "finished" and num_left <= status.num_dead_letters
 
 
 def _headline(status: RunStatus) -> RenderableType:
     worst = status.problems[0].severity if status.problems else None
     style = "bold green" if worst in (None, "info") else _STYLES[str(worst)]
+    if status.state in ("stopped", "cancelled") and not status.complete:
+        style = _STYLES["warning"]
     return Text.from_markup(
         f"[bold]{escape(status.run)}[/bold]  [{style}]{verdict(status)}[/{style}]  "
         f"[dim]{escape(status.model)} → {escape(status.location)}[/dim]"
@@ -83,7 +99,9 @@ def _progress(status: RunStatus) -> RenderableType:
         )
     if status.mean_rate:
         pieces.append(f"mean {format_rate(status.mean_rate.samples_per_second)} samples/s")
-    if not status.complete:
+    if status.state == "cancelled" and not status.complete:
+        pieces.append("the same `hiddenq run` or `hiddenq produce` enqueues what is left again")
+    elif status.state != "stopped" and not status.complete and not _has_ended(status):
         left = f"{format_seconds(status.eta_seconds)} left, done at {format_time(status.eta_at)}"
         pieces.append(left if status.eta_seconds is not None else "no rate yet")
     pieces.append(f"padding {format_share(status.padding)}")

@@ -25,6 +25,7 @@ from hiddenq.delivery import (
 )
 from hiddenq.delivery import WorkerStatus as Seen
 from hiddenq.delivery.connection import away_errors
+from hiddenq.monitor.embedded import Embedded, is_stopped
 from hiddenq.monitor.history import History, Point, rate_between
 from hiddenq.monitor.model import (
     DeadLetterStatus,
@@ -42,8 +43,8 @@ from hiddenq.monitor.thresholds import SPOOL_FRESH_SECONDS
 MAX_LETTERS = 20
 
 
-def run_status(client: redis.Redis, run: str | None = None) -> RunStatus:
-    """The status of a run now; without a name, of the only live one.
+def run_status(client: redis.Redis, run: str | None = None, *, embedded: Embedded | None = None) -> RunStatus:
+    """The status of a run now; without a name, of the only live one. `embedded`: it has its own Redis.
 
     Raises:
         UsageError: there is no such run, none, or more than one to choose from.
@@ -54,7 +55,7 @@ def run_status(client: redis.Redis, run: str | None = None) -> RunStatus:
     state = look.snapshot.run(record.run)
     assert state is not None, f"run {record.run} is in the list of runs and not in the fleet"
     letters = dead_letters(client, record.run, limit=MAX_LETTERS) if state.num_dead else []
-    return look.status_of(state, batch_seconds(client, record.run), letters)
+    return look.status_of(state, batch_seconds(client, record.run), letters, embedded)
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,21 @@ class Look:
             history.save(client)
         return cls(snapshot, history)
 
-    def status_of(self, state: RunState, batch_times: Sequence[float], letters: Sequence[DeadLetter]) -> RunStatus:
+    def status_of(
+        self,
+        state: RunState,
+        batch_times: Sequence[float],
+        letters: Sequence[DeadLetter],
+        embedded: Embedded | None = None,
+    ) -> RunStatus:
         """One run's status, given its newest batch times and its dead letters."""
         config, totals = state.record.config, state.totals
+        word = "stopped" if embedded and is_stopped(self.snapshot, state, embedded) else state.state or "live"
         workers = tuple(self.worker(seen) for seen in self.snapshot.workers if _concerns(seen.report, config.run))
         queues = tuple(self.queue(queue) for queue in self.snapshot.queues if queue.run in (None, config.run))
         spools = tuple(self.spools())
         executed = [seen.report for seen in self.snapshot.workers if seen.report.run == config.run]
-        rate, mean = self._rates(state)
+        rate, mean = self._rates(state) if word in ("live", "finished") else (None, None)
         tokens_left = max(0, config.num_tokens - totals.num_tokens)
         complete = state.is_complete
         eta = tokens_left / rate.tokens_per_second if rate and rate.tokens_per_second and not complete else None
@@ -101,7 +109,7 @@ class Look:
             run=config.run,
             location=state.record.location,
             model=config.model.model,
-            state=state.state or "live",
+            state=word,
             at=self.snapshot.now,
             total=Totals(num_batches=config.num_batches, num_samples=config.num_samples, num_tokens=config.num_tokens),
             committed=Totals(
@@ -137,7 +145,8 @@ class Look:
             redis=memory,
             problems=find_problems(
                 run=config.run,
-                live=state.state == "live",
+                location=state.record.location,
+                state=word,
                 num_left=config.num_batches - totals.num_batches,
                 num_dead_letters=state.num_dead,
                 p99_seconds=p99,
@@ -145,6 +154,7 @@ class Look:
                 queues=queues,
                 spools=spools,
                 redis=memory,
+                embedded=embedded,
             ),
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hiddenq.monitor.embedded import Embedded
 from hiddenq.monitor.model import Problem, QueueStatus, RedisStatus, SpoolStatus, WorkerStatus
 from hiddenq.monitor.problems import find_problems
 
@@ -46,7 +47,8 @@ EXTRACT = queue("extract", 10)
 def found(**fields: Any) -> tuple[Problem, ...]:
     situation: dict[str, Any] = {
         "run": "demo",
-        "live": True,
+        "location": "/data/out of it",
+        "state": "live",
         "num_left": 10,
         "num_dead_letters": 0,
         "p99_seconds": 10.0,
@@ -127,7 +129,7 @@ def test_a_problem_is_said_with_its_remedy(situation: dict[str, Any], severity: 
         {"workers": [worker("cuda:0", tokens_per_second=650.0), worker("cuda:1"), worker("cuda:2"), UPLOADER]},
         {"workers": [worker("cuda:0", tokens_per_second=5.0, state="idle"), worker("cuda:1"), UPLOADER]},
         {"workers": [worker(alive=False, drained=True), worker("cuda:1"), UPLOADER]},
-        {"live": False, "workers": [], "queues": []},
+        {"state": "finished", "workers": [], "queues": []},
         {"num_left": 0, "workers": [worker(alive=False)], "queues": []},
     ],
 )
@@ -138,3 +140,14 @@ def test_what_only_comes_close_is_not_said(situation: dict[str, Any]) -> None:
 def test_the_worst_comes_first() -> None:
     said = found(num_dead_letters=1, workers=[worker(alive=False, heartbeat_seconds=300.0), UPLOADER])
     assert [problem.severity for problem in said] == ["critical", "critical", "warning"]
+
+
+def test_dead_letters_of_a_run_with_its_own_redis_are_shown_by_its_location() -> None:
+    (problem,) = found(num_dead_letters=1, embedded=Embedded(is_running=True, logs="/logs"))
+    assert "`hiddenq failed list --out '/data/out of it'`" in problem.do
+
+
+def test_a_host_all_of_whose_processes_are_gone_may_be_taken_out() -> None:
+    gone = [worker(alive=False, heartbeat_seconds=300.0), worker("cuda:1", host="node2"), UPLOADER]
+    (problem,) = found(workers=[*gone[:2], worker("", role="uploader", host="node2")])
+    assert "`hiddenq forget node1`, or `hiddenq drain node1`" in problem.do

@@ -159,7 +159,7 @@ def test_a_worker_that_left_without_a_word_is_missed(redis_client: redis.Redis) 
         status = run_status(redis_client)
         missed = [problem for problem in status.problems if "no heartbeat for" in problem.what]
         assert len(missed) == 1
-        assert f"hiddenq drain {worker.report().host}" in missed[0].do
+        assert f"hiddenq forget {worker.report().host}" in missed[0].do
         assert "gone" in shown(status)
 
 
