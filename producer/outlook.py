@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import statistics
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +16,16 @@ from hiddenq.contracts import names
 from hiddenq.contracts.base import Frozen
 from hiddenq.contracts.errors import UsageError
 from hiddenq.contracts.run import ModelIdentity, RunConfig
+from hiddenq.contracts.wording import counted
 from hiddenq.storage import ObjectStore
 from hiddenq.storage.runfiles import iterate_batches, load_run_json
 from hiddenq.storage.spool import SHARDS_IN_SPOOL
 
-_PAUSE_SECONDS = 300.0
+_PAUSE_SECONDS = 20.0
 _PAUSE_GAPS = 10
-"""A gap between shards that is longer than this, and than so many usual ones, is a pause and not work."""
+_FEWEST_GAPS = 4
+"""A gap between shards that is longer than this, and than so many of the mean of all shorter ones, of which there must
+be a few, is a pause and not work. Bursts don't make one: the gaps between them count in the mean."""
 
 
 class Rate(Frozen):
@@ -101,7 +103,8 @@ def measured_rate(store: ObjectStore, model: ModelIdentity) -> Rate:
             f"--rate-from {store.uri}: it ran another model ({config.model.model}, {config.model.architecture}), "
             "whose rate says nothing about this one"
         )
-    num_tokens, seconds, num_shards = _progress(store)
+    num_tokens, seconds, num_shards, num_pauses = _progress(store)
+    without = f" (without {counted(num_pauses, 'pause')})" if num_pauses else ""
     if not seconds:
         raise UsageError(
             f"--rate-from {store.uri}: too few shards there to tell a rate; give --tokens-per-second, or run with more "
@@ -109,7 +112,8 @@ def measured_rate(store: ObjectStore, model: ModelIdentity) -> Rate:
         )
     return Rate(
         tokens_per_second=num_tokens / seconds,
-        source=f"measured over {num_shards:,} shards in {seconds:,.1f} s at {store.uri}{_other_dtype(config, model)}",
+        source=f"measured over {counted(num_shards, 'shard')} in {seconds:,.1f} s{without} at {store.uri}"
+        f"{_other_dtype(config, model)}",
     )
 
 
@@ -137,20 +141,26 @@ def find_rooms(
         )
 
 
-def _progress(store: ObjectStore) -> tuple[int, float, int]:
-    """Tokens that were committed in so many seconds, and in how many shards; twins, the first and pauses left out."""
+def _progress(store: ObjectStore) -> tuple[int, float, int, int]:
+    """Tokens, the seconds and the number of shards in which they were committed; twins, the first and pauses left out.
+
+    And how many pauses there were.
+    """
     times: dict[str, float] = {}
     for info in store.list(names.STATES_PREFIX):
         if parsed := names.parse_shard_name(info.key):
             times[parsed[0]] = min(info.modified, times.get(parsed[0], info.modified))
     tokens = {batch.batch_id: batch.num_tokens for batch in iterate_batches(store) if batch.batch_id in times}
     ordered = sorted((time, batch) for batch, time in times.items() if batch in tokens)
-    gaps = [(later - earlier, batch) for (earlier, _), (later, batch) in pairwise(ordered)]
-    if not gaps:
-        return 0, 0.0, 0
-    pause = max(_PAUSE_SECONDS, _PAUSE_GAPS * statistics.median(gap for gap, _ in gaps))
-    worked = [(gap, batch) for gap, batch in gaps if gap <= pause]
-    return sum(tokens[batch] for _, batch in worked), sum(gap for gap, _ in worked), len(worked)
+    gaps = sorted((later - earlier, batch) for (earlier, _), (later, batch) in pairwise(ordered))
+    seconds, num_gaps = sum(gap for gap, _ in gaps), len(gaps)
+    while len(gaps) > _FEWEST_GAPS and gaps[-1][0] > _PAUSE_SECONDS:
+        longest, num_shorter = gaps[-1][0], len(gaps) - 1
+        if longest * num_shorter <= _PAUSE_GAPS * (seconds - longest):
+            break
+        seconds -= longest
+        gaps.pop()
+    return sum(tokens[batch] for _, batch in gaps), seconds, len(gaps), num_gaps - len(gaps)
 
 
 def _other_dtype(config: RunConfig, model: ModelIdentity) -> str:
