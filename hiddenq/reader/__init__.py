@@ -12,6 +12,7 @@ the model, or shown as text, for which it imports `.model_files` and `.dequantiz
     checks/       verify: every check of a run      exports/        what trainers load
     trainers.py   datasets in place of theirs       show.py         one sample for a person
     budget.py     a bound on memory                 buffers.py      memory used again
+    whole.py      shards against their checksums    remedies.py     what to do about damage
 """
 
 from hiddenq.reader.checks import Finding, VerifyReport, verify

@@ -35,7 +35,8 @@ class HiddenStatesDataset(Dataset[Sample]):
         dtype: torch.dtype | None = None,
         threads: int = 8,
     ) -> None:
-        """Take a run, or its location.
+        """Take a run, or its location. Samples are read by their ranges, which no checksum covers: run `hiddenq verify`
+        before you train, or give it `run.checked()`.
 
         Args:
             sample_ids: which samples, in this order; None for all, ascending.

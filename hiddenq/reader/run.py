@@ -2,7 +2,8 @@
 
 Invariant: a `Run` holds the index and no open connection that another process could share: store and files are opened
 anew in each process that uses it, so it can be pickled, forked into DataLoader workers and used from many threads.
-A sample costs one ranged read of exactly its bytes.
+A sample costs one ranged read of exactly its bytes; what is damaged in them shows only in a run that is `checked`,
+since checksums are over whole shards.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hiddenq.reader.files import LocalFiles, ProcessFiles
 from hiddenq.reader.index import Integers, SampleIndex, load_index, scan_shards
 from hiddenq.reader.patience import WAIT_SECONDS
 from hiddenq.reader.target_head import HeadWeights
+from hiddenq.reader.whole import ShardChecks
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 from hiddenq.storage.runfiles import load_batches, load_manifest, load_run_json, read_token_rows
 
@@ -101,6 +103,7 @@ class Run:
         *,
         local_files: LocalFiles = "auto",
         wait_seconds: float = 0.0,
+        checks: ShardChecks | None = None,
     ) -> None:
         self.uri = uri
         self.config = config
@@ -112,6 +115,25 @@ class Run:
         self._settings = settings
         self._wait_seconds = wait_seconds
         self._local = ProcessFiles(local_files, wait_seconds)
+        self._checks = checks
+
+    def checked(self) -> Run:
+        """This run, with each shard held against its recorded checksum before the first sample of it is read.
+
+        Costs reading every shard in question whole, once in each process that reads from it (a DataLoader worker is
+        one); `hiddenq verify` once before training costs less. Of a run that is still going a shard is held against
+        what the store says of it, if that says anything.
+        """
+        return Run(
+            self.uri,
+            self._settings,
+            self.config,
+            self.index,
+            self.manifest,
+            local_files=self._local_files,
+            wait_seconds=self._wait_seconds,
+            checks=self._checks or ShardChecks(self._wait_seconds),
+        )
 
     def __len__(self) -> int:
         return len(self.index.sample_ids)
@@ -161,12 +183,14 @@ class Run:
     def read(self, sample_id: int, dtype: torch.dtype | None = None) -> Sample:
         """Read one sample by one byte range, its states in `dtype`.
 
+        Its bytes are believed unless the run is `checked`: run `hiddenq verify` before you train.
+
         Args:
             dtype: None for the stored dtype; fp8 then comes out in the model's.
 
         Raises:
             KeyError: the run has no such sample (it was rejected, or isn't there yet).
-            DamagedShard: the store holds fewer bytes than the index says.
+            DamagedShard: the store holds fewer bytes than the index says; or a `checked` run's shard is damaged.
         """
         return decode_sample(self.read_bytes(sample_id), self.shard_format, sample_id, dtype)
 
@@ -199,8 +223,11 @@ class Run:
 
     def _range(self, at: int, begin: int, end: int) -> torch.Tensor:
         """Bytes `begin` to `end` of the sample at a position of the index."""
-        key, offset = self.index.shard_keys[self.index.shard[at]], int(self.index.byte_offset[at]) + begin
+        shard = int(self.index.shard[at])
+        key, offset = self.index.shard_keys[shard], int(self.index.byte_offset[at]) + begin
         try:
+            if self._checks is not None:
+                self._checks.check(self.store, key, self.index.checksums[shard])
             buffer = self._local.read(self.store, key, offset, end - begin)
         except ObjectMissing as error:
             if self.manifest is not None:

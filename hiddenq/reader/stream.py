@@ -38,7 +38,8 @@ class HiddenStatesStream(IterableDataset[Sample]):
         threads: int = 8,
         prefetch_bytes: int = 256 << 20,
     ) -> None:
-        """Take a run, or its location.
+        """Take a run, or its location. Samples are read by their ranges, which no checksum covers: run `hiddenq verify`
+        before you train, or give it `run.checked()`.
 
         Args:
             seed: of the order; None for ascending sample ids.

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hiddenq.contracts.errors import StoreAway, StoreRefused
+from hiddenq.contracts.errors import DamagedShard, StoreAway, StoreRefused
 from hiddenq.reader import ExportSettings, HiddenStatesDataset, HiddenStatesStream, collate, export, open_run, verify
+from hiddenq.reader.exports import STATEMENT, ExportStatement
 from hiddenq.storage import StoreSettings, open_store, s3_client
 from tests.support.faulty_proxy import Answer, FaultyProxy, Request, Reset, faulty_proxy
 from tests.support.made_run import MadeRun
@@ -92,6 +93,25 @@ def test_faults_in_a_bucket_are_found(model_run: MadeRun, s3_server: S3Server, s
     client.put_object(Bucket=bucket, Key=f"{s3_location.prefix}/stray", Body=b"x")
     report = verify(s3_location.uri, settings)
     assert set(report.num_findings) >= {"damaged_shard", "missing_shard", "stray_object"}
+
+
+def test_a_damaged_shard_in_a_bucket_is_exported_to_nowhere(
+    model_run: MadeRun, s3_server: S3Server, s3_location: S3Location, tmp_path: Path
+) -> None:
+    settings = upload(model_run.folder, s3_location, s3_server)
+    key = model_run.shard_keys[0]
+    damaged = bytearray((model_run.folder / key).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    s3_server.client().put_object(Bucket=s3_location.bucket, Key=f"{s3_location.prefix}/{key}", Body=bytes(damaged))
+    with pytest.raises(DamagedShard, match=f"^{key}: damaged .*; delete the object and give the same `hiddenq run`"):
+        export(s3_location.uri, ExportSettings(format="eagle"), tmp_path / "out", source_settings=settings)
+    assert not ExportStatement.parse((tmp_path / "out" / STATEMENT).read_bytes()).complete
+    run = open_run(s3_location.uri, settings)
+    assert len(list(HiddenStatesStream(run))) == len(run), "a range alone can't be checked"
+    got: list[int] = []
+    with pytest.raises(DamagedShard, match=f"^{key}: damaged"):
+        got.extend(sample.sample_id for sample in HiddenStatesStream(run.checked()))
+    assert not set(got) & set(model_run.sample_ids[0])
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3_server: S3Server) -> None:

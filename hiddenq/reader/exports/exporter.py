@@ -3,6 +3,8 @@
 Invariant: an object appears whole or not at all, and `hiddenq_export.json` says `complete` only after all of them; it
 stands there from the start with everything the pieces depend on, so an export that was interrupted goes on exactly
 where it was, and one with other settings is never mixed into it. Pieces in work hold 2 GiB at most, or a larger one.
+Nothing is made of a shard, or with a target head, that is not as recorded; states that stay in the run (`link`) are not
+looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hiddenq.contracts.base import Versioned
-from hiddenq.contracts.errors import BadMessage, UsageError
+from hiddenq.contracts.errors import BadMessage, DamagedShard, UsageError
 from hiddenq.contracts.layers import LAYER_CONVENTION
 from hiddenq.reader.budget import ByteBudget
 from hiddenq.reader.exports import vocabulary
@@ -27,6 +29,7 @@ from hiddenq.reader.exports.settings import ExportSettings, check_settings, need
 from hiddenq.reader.exports.speculators import speculators_pieces
 from hiddenq.reader.index import Integers
 from hiddenq.reader.patience import patient_threads, patiently
+from hiddenq.reader.remedies import MEND_HEAD
 from hiddenq.reader.run import Run, open_run
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
 
@@ -90,8 +93,11 @@ def export(
 ) -> ExportReport:
     """Export a run for a trainer, to a folder or `s3://bucket/prefix`; goes on with one that was interrupted.
 
+    Each shard is read whole and held against its checksum before its samples are read (not with `link`).
+
     Raises:
         UsageError: the format can't be made of this run, a setting has no effect, or another export lies at `dest`.
+        DamagedShard: a shard, or the target's head, is not as recorded; what was made of sound shards stays.
     """
     run = run if isinstance(run, Run) else open_run(run, source_settings)
     check_settings(settings, run)
@@ -100,6 +106,10 @@ def export(
         raise UsageError(f"--dest {store.uri}: inside the run, where only the run's own objects may lie")
     if not len(run):
         raise UsageError(f"{run.uri}: no sample is there yet")
+    if needs_norm(settings):
+        _check_head(run)
+    if not settings.link:
+        run = run.checked()
     order = row_order(run, settings.seed)
     statement = _state(run, settings, order)
     present = _begin(store, statement)
@@ -115,6 +125,13 @@ def export(
         num_not_there=run.num_not_there,
         statement=done,
     )
+
+
+def _check_head(run: Run) -> None:
+    try:
+        run.target_head.verify()
+    except DamagedShard as error:
+        raise DamagedShard(f"{error}; {MEND_HEAD}") from error
 
 
 def row_order(run: Run, seed: int | None) -> Integers:
