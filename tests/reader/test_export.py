@@ -243,7 +243,7 @@ def test_an_export_that_fails_is_not_called_complete_and_leaves_no_half_file(mak
     path = made.folder / made.shard_keys[1]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DamagedShard, match="damaged .*delete the object"):
+    with pytest.raises(DamagedShard, match=r"damaged .*delete the object"):
         export(made.folder, ExportSettings(format="speculators"), tmp_path / "out", threads=2)
     assert not statement(tmp_path / "out").complete
     for written in (tmp_path / "out").rglob("*.safetensors"):
