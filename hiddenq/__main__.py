@@ -23,8 +23,11 @@ def main() -> NoReturn:
     die_with_parent()
     from hiddenq.cli import exit_status, run, stages, inspect, training, fleet  # noqa: F401, I001  each registers its commands, in this order
 
+    from hiddenq.telemetry import configure_logging
+
     if is_heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    configure_logging(default_level="WARNING", in_words=True)  # a service says otherwise
     sys.exit(exit_status(sys.argv[1:]))
 
 

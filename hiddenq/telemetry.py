@@ -1,7 +1,7 @@
 """Logs and the metrics port: how every process of ours speaks to the outside.
 
 Invariant: one process, one registry, one port; a log event is one JSON line (pretty on a terminal) that carries the
-context bound to its process: run, worker, stage.
+context bound to its process: run, worker, stage. A command for people says it in words instead.
 """
 
 from __future__ import annotations
@@ -11,27 +11,33 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, start_http_server
+from structlog.typing import Processor
 
 from hiddenq.contracts.errors import UsageError
 
 PORT_TRIES = 64
 _OF_A_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
 """Errors that another port may not have."""
+_NOT_SAID = ("event", "level", "timestamp")
+"""What a line in words leaves out, or has said already."""
 
 
-def configure_logging(*, default_level: str = "INFO", **context: Any) -> None:
+def configure_logging(*, default_level: str = "INFO", in_words: bool = False, **context: Any) -> None:
     """Send structlog and stdlib logging to stderr: JSON lines, or pretty ones on a terminal.
 
     `HIDDENQ_LOG_LEVEL` (else `default_level`) and `HIDDENQ_LOG_FORMAT` (`json`, `pretty`) decide; `context` is on
-    every line.
+    every line. `in_words`: by default each event is a plain line, for a command whose answer a person waits for.
     """
     level = logging.getLevelNamesMapping().get(os.environ.get("HIDDENQ_LOG_LEVEL", default_level).upper(), logging.INFO)
-    pretty = os.environ.get("HIDDENQ_LOG_FORMAT", "pretty" if sys.stderr.isatty() else "json") == "pretty"
-    renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
+    default_format = "words" if in_words else "pretty" if sys.stderr.isatty() else "json"
+    renderers: dict[str, Processor] = {"words": _in_words, "pretty": structlog.dev.ConsoleRenderer()}
+    log_format = os.environ.get("HIDDENQ_LOG_FORMAT", default_format)
+    renderer = renderers.get(log_format, structlog.processors.JSONRenderer())
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_common_processors(),
         processors=[
@@ -102,6 +108,14 @@ def advertised_address(bind: str, port: int) -> str:
 def host_name() -> str:
     """This host's name for people and labels: `HIDDENQ_HOST`, else the system's."""
     return os.environ.get("HIDDENQ_HOST") or socket.gethostname()
+
+
+def _in_words(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
+    """`hiddenq: redis not durable: redis://…; appendonly is off: …`, and a fault's traceback below it."""
+    fault = event.pop("exception", None)
+    values = (" ".join(str(value).split()) for name, value in event.items() if name not in _NOT_SAID)
+    line = f"hiddenq: {': '.join(filter(None, (event['event'].replace('_', ' '), '; '.join(values))))}"
+    return f"{line}\n{fault}" if fault else line
 
 
 def _common_processors() -> list[Any]:

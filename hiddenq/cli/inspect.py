@@ -52,7 +52,7 @@ class RunOptions:
 @contextlib.contextmanager
 def _open_run(meant: RunOptions, queue: QueueOptions, store: StoreOptions) -> Iterator[_Opened]:
     """The Redis and the id of the run that is meant."""
-    from hiddenq.delivery import connect, load_run
+    from hiddenq.delivery import connect, known_run, load_run
     from hiddenq.storage import open_store
     from hiddenq.storage.runfiles import load_run_json
 
@@ -66,7 +66,7 @@ def _open_run(meant: RunOptions, queue: QueueOptions, store: StoreOptions) -> It
     if config is None:
         raise UsageError(f"--out {meant.out}: no run.json there; start with `hiddenq run`")
     with state.redis_of(location, queue.redis_url) as client:
-        run = load_run(client, config.run).run
+        run = known_run(client, config.run).run
         yield _Opened(client, run, None if state.names_redis(queue.redis_url) else location)
 
 

@@ -69,22 +69,38 @@ def load_run(client: redis.Redis, run: str | None = None) -> RunRecord:
     Raises:
         UsageError: there is no such run, none, or more than one to choose from.
     """
-    known = {record.run: record for record in list_runs(client)}
     if run is not None:
-        if run not in known:
-            with away_errors():
-                found = _read(client, run)
-            if isinstance(found, str):
-                raise UsageError(
-                    f"--run {run}: this hiddenq can't read what Redis keeps of it ({found}); use the hiddenq that "
-                    "wrote it, or start the run again, which writes it anew"
-                )
-            raise UsageError(f"--run {run}: Redis knows no such run; it knows {_listed(list(known))}")
-        return known[run]
+        try:
+            return known_run(client, run)
+        except UsageError as unknown:
+            raise UsageError(f"--run {unknown}") from None
+    known = {record.run: record for record in list_runs(client)}
     live = [name for name in known if run_state(client, name) == "live"]
-    if len(live) != 1:
+    if not live:
+        ended = f"; --run shows one that ended: {_listed(list(known))}" if known else ""
+        raise UsageError(f"no run is live here; start one with `hiddenq run` or `hiddenq produce`{ended}")
+    if len(live) > 1:
         raise UsageError(f"name a run with --run: live runs are {_listed(live)}")
     return known[live[0]]
+
+
+def known_run(client: redis.Redis, run: str) -> RunRecord:
+    """A run by its name.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    known = {record.run: record for record in list_runs(client)}
+    if run in known:
+        return known[run]
+    with away_errors():
+        found = _read(client, run)
+    if isinstance(found, str):
+        raise UsageError(
+            f"{run}: this hiddenq can't read what Redis keeps of it ({found}); use the hiddenq that wrote it, or start "
+            "the run again, which writes it anew"
+        )
+    raise UsageError(f"{run}: Redis knows no such run; it knows {_listed(list(known))}")
 
 
 def run_state(client: redis.Redis, run: str) -> State | None:
@@ -106,7 +122,7 @@ def cancel(client: redis.Redis, run: str) -> int:
     Raises:
         UsageError: Redis knows no such run.
     """
-    load_run(client, run)
+    known_run(client, run)
     with away_errors():
         return int(Scripts(client).run("cancel", run=run, queue=names.extract_queue(run)))
 

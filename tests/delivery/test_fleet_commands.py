@@ -13,7 +13,7 @@ from tests.support.command import exit_status
     [
         (("drain", "node9"), "hiddenq: node9: no such host; Redis knows h\n"),
         (("forget", "node9"), "hiddenq: node9: no such host; Redis knows h\n"),
-        (("cancel", "other"), "hiddenq: --run other: Redis knows no such run; it knows run\n"),
+        (("cancel", "other"), "hiddenq: other: Redis knows no such run; it knows run\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.command import Command, make_command, processes_with
 from tests.support.models import save_tiny_model
-from tests.support.redis_server import redis_server, shared_redis_server  # noqa: F401  fixtures
+from tests.support.redis_server import own_redis_server, redis_server, shared_redis_server  # noqa: F401  fixtures
 from tests.support.s3_server import s3_location, s3_server  # noqa: F401  fixtures
 
 ALONE = ("--devices", "cpu", "--cpu-threads", "1", "--processes", "1", "--uploaders", "1")
