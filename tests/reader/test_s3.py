@@ -90,9 +90,11 @@ def test_faults_in_a_bucket_are_found(model_run: MadeRun, s3_server: S3Server, s
     damaged[-100] ^= 1
     client.put_object(Bucket=bucket, Key=first, Body=bytes(damaged))
     client.delete_object(Bucket=bucket, Key=second)
-    client.put_object(Bucket=bucket, Key=f"{s3_location.prefix}/stray", Body=b"x")
+    client.put_object(Bucket=bucket, Key=f"{s3_location.prefix}/states/stray", Body=b"x")
+    client.put_object(Bucket=bucket, Key=f"{s3_location.prefix}/notes.txt", Body=b"x")
     report = verify(s3_location.uri, settings)
     assert set(report.num_findings) >= {"damaged_shard", "missing_shard", "stray_object"}
+    assert report.foreign_objects == ("notes.txt",)
 
 
 def test_a_damaged_shard_in_a_bucket_is_exported_to_nowhere(

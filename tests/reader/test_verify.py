@@ -14,7 +14,9 @@ import pytest
 
 from hiddenq.contracts import names
 from hiddenq.reader import VerifyReport, verify
+from hiddenq.reader.checks.report import MAX_KEPT
 from tests.reader.conftest import kinds
+from tests.support.command import exit_status
 from tests.support.made_run import MadeRun
 
 Make = Callable[..., MadeRun]
@@ -95,7 +97,9 @@ def test_a_missing_shard_is_found_with_its_samples(make: Make) -> None:
     assert "give the same `hiddenq run` command as before again" in finding.todo
 
 
-@pytest.mark.parametrize("name", ["states/000000-0123abcd.safetensors", "states/999999-0123abcd.safetensors", "x.txt"])
+@pytest.mark.parametrize(
+    "name", ["states/000000-0123abcd.safetensors", "states/999999-0123abcd.safetensors", "states/x.txt"]
+)
 def test_an_extra_object_is_found(make: Make, name: str) -> None:
     made = make()
     shutil.copy(made.folder / made.shard_keys[0], made.folder / name)
@@ -105,7 +109,7 @@ def test_an_extra_object_is_found(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["states/sub/000000-0123abcd.safetensors", "tokens/part-00009.safetensors", "run/run.json"]
+    "name", ["states/sub/000000-0123abcd.safetensors", "tokens/part-00009.safetensors", "tokens/notes.txt"]
 )
 def test_an_extra_object_in_a_folder_of_the_run_is_found(make: Make, name: str) -> None:
     made = make()
@@ -115,6 +119,34 @@ def test_an_extra_object_in_a_folder_of_the_run_is_found(make: Make, name: str) 
     report = verify(made.folder)
     assert kinds(report) == {"stray_object"}
     assert report.findings[0].where == name
+
+
+@pytest.mark.parametrize("names_there", [["notes.txt"], ["notes.txt", "run/run.json", "000000-0123abcd.safetensors"]])
+@pytest.mark.parametrize("num_committed", [None, 2])
+def test_a_file_beside_the_run_is_a_warning_and_no_finding(
+    make: Make, names_there: list[str], num_committed: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(num_committed=num_committed)
+    for name in names_there:
+        (made.folder / name).parent.mkdir(exist_ok=True)
+        (made.folder / name).write_text("a person's")
+    report = verify(made.folder)
+    assert kinds(report) == (set() if num_committed is None else {"unfinished"})
+    assert report.foreign_objects == tuple(sorted(names_there))
+    for name in names_there:
+        assert f"warning: {name}: no object of this run; it is left alone" in report.lines()
+    assert exit_status(["verify", "--out", str(made.folder)]) == (0 if report.ok else 1)
+    assert f"warning: {names_there[0]}:" in capsys.readouterr().out
+
+
+def test_many_files_beside_the_run_are_counted(make: Make) -> None:
+    made = make()
+    for number in range(MAX_KEPT + 5):
+        (made.folder / f"mine-{number:02d}.txt").write_text("")
+    report = verify(made.folder)
+    assert report.ok
+    assert (len(report.foreign_objects), report.num_foreign_objects) == (MAX_KEPT, MAX_KEPT + 5)
+    assert "warning: and 5 more" in report.lines()
 
 
 def test_an_object_of_no_bytes_is_found_wherever_it_lies(make: Make) -> None:

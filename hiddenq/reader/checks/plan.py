@@ -170,7 +170,10 @@ def choose_shards(
     finished: bool,
     findings: Findings,
 ) -> dict[str, str]:
-    """batch_id → key of its shard: by the index, or else the first that lies there; stray objects are findings."""
+    """batch_id → key of its shard: by the index, or else the first that lies there.
+
+    A stray object in a folder of the run's is a finding, since its readers look there; beside them it is only noted.
+    """
     planned = {batch.batch_id for batch in batches}
     chosen: dict[str, str] = {}
     for key in index.shard_keys if index else (key for key in objects if key.startswith(names.STATES_PREFIX)):
@@ -184,7 +187,9 @@ def choose_shards(
             findings.add("index", names.INDEX, f"batch {parsed[0]} in two shards: {chosen[parsed[0]]} and {key}")
     for key in stray_objects(objects, batches, set(chosen.values())):
         parsed = names.parse_shard_name(key)
-        if parsed is None or parsed[0] not in planned:
+        if not key.startswith((names.STATES_PREFIX, names.TOKENS_PREFIX)):
+            findings.note_foreign(key)
+        elif parsed is None or parsed[0] not in planned:
             findings.add("stray_object", key, "no object of this run")
         elif finished:
             findings.add(

@@ -1,7 +1,8 @@
 """What a verification says: findings, each with what to do about it, and what was looked at.
 
 Invariant: a report is clean exactly when it holds no finding; a kind that fires a million times is counted in full but
-kept only by its first few, so a report stays readable however broken the run is.
+kept only by its first few, so a report stays readable however broken the run is. What is nobody's business but its
+owner's (a file of another kind beside the run's) is a warning and no finding.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TODO: dict[FindingKind, str] = {
     "recompute": "check that --model is the run's model; if so, " + MEND_BY_RUN,
 }
 MAX_KEPT = 20
-"""Findings of one kind that are kept; the rest is counted."""
+"""Findings of one kind, or foreign objects, that are kept; the rest is counted."""
 
 
 class Finding(Frozen):
@@ -96,6 +97,9 @@ class VerifyReport(Versioned):
     """The first findings of each kind."""
     num_findings: dict[str, int] = Field(default_factory=dict)
     """All findings by kind."""
+    foreign_objects: tuple[str, ...] = ()
+    """The first objects beside the run's that are none of it; a warning."""
+    num_foreign_objects: int = 0
     num_samples: int = 0
     num_tokens: int = 0
     num_shards: int = 0
@@ -130,6 +134,9 @@ class VerifyReport(Versioned):
             if count > len(shown):
                 lines.append(f"{kind}: and {count - len(shown):,} more")
             lines.append(f"  -> {shown[0].todo}")
+        lines += [f"warning: {key}: no object of this run; it is left alone" for key in self.foreign_objects]
+        if (num_more := self.num_foreign_objects - len(self.foreign_objects)) > 0:
+            lines.append(f"warning: and {num_more:,} more")
         if self.ok:
             lines.append("verified: every sample once, every byte as recorded")
         else:
@@ -145,6 +152,8 @@ class Findings:
         self._lock = threading.Lock()
         self.kept: list[Finding] = []
         self.counts: dict[str, int] = {}
+        self.foreign: list[str] = []
+        self.num_foreign = 0
 
     def add(self, kind: FindingKind, where: str, text: str, todo: str | None = None) -> None:
         """Count a finding, and keep it if it is among the first of its kind."""
@@ -152,3 +161,10 @@ class Findings:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             if self.counts[kind] <= MAX_KEPT:
                 self.kept.append(Finding(kind=kind, where=where, text=text, todo=todo or TODO[kind]))
+
+    def note_foreign(self, key: str) -> None:
+        """Count an object that is none of the run's and lies beside them."""
+        with self._lock:
+            self.num_foreign += 1
+            if self.num_foreign <= MAX_KEPT:
+                self.foreign.append(key)

@@ -95,6 +95,8 @@ def verify(
         run=config.run,
         findings=tuple(findings.kept),
         num_findings=findings.counts,
+        foreign_objects=tuple(findings.foreign),
+        num_foreign_objects=findings.num_foreign,
         num_samples=sum(outcome.num_samples for outcome in outcomes),
         num_tokens=sum(outcome.num_tokens for outcome in outcomes),
         num_shards=len(outcomes),
