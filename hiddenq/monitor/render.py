@@ -17,6 +17,7 @@ from hiddenq.monitor.model import Problem, RunStatus, WorkerStatus
 from hiddenq.monitor.texts import format_bytes, format_rate, format_seconds, format_share, format_time
 
 _STYLES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+LOADING = "the GPU workers load the model"
 _STATE_STYLES = {"busy": "green", "idle": "cyan", "sick": "bold red", "paused": "yellow", "waiting": "yellow"}
 
 
@@ -39,10 +40,10 @@ def summary_line(status: RunStatus) -> str:
         f"{status.run}: {verdict(status)}",
         f"{status.committed.num_samples:,}/{all_samples} ({format_share(status.share)})",
     ]
-    if rate and not status.complete:
+    if rate and not status.complete and not _is_loading(status):
         pieces.append(f"{format_rate(rate.samples_per_second)} samples/s")
         pieces.append(f"{format_rate(rate.tokens_per_second)} tokens/s")
-    if status.eta_seconds and not status.complete:
+    if status.eta_seconds and not status.complete and not _is_loading(status):
         pieces.append(f"{format_seconds(status.eta_seconds)} left")
     if status.num_dead_letters:
         pieces.append(counted(status.num_dead_letters, "dead letter"))
@@ -60,7 +61,15 @@ def verdict(status: RunStatus) -> str:
     if _has_ended(status):
         return "ended incomplete"
     worst = status.problems[0].severity if status.problems else "info"
+    if worst == "info" and _is_loading(status):
+        return LOADING
     return {"critical": "needs help", "warning": "goes on, with problems", "info": "goes well"}[worst]
+
+
+def _is_loading(status: RunStatus) -> bool:
+    """Whether GPU workers live, and none of them is ready yet."""
+    states = {worker.state for worker in status.workers if worker.role == "gpu_worker" and worker.alive}
+    return status.state == "live" and states == {"starting"}
 
 
 def _has_ended(status: RunStatus) -> bool:
@@ -91,7 +100,7 @@ def _progress(status: RunStatus) -> RenderableType:
         f"{format_bytes(status.committed_bytes)} in the store",
     )
     pieces = []
-    if status.rate and not status.complete:
+    if status.rate and not status.complete and not _is_loading(status):
         source = "" if status.rate.source == "ledger" else " (by the workers)"
         pieces.append(
             f"now {format_rate(status.rate.samples_per_second)} samples/s, "
@@ -101,7 +110,7 @@ def _progress(status: RunStatus) -> RenderableType:
         pieces.append(f"mean {format_rate(status.mean_rate.samples_per_second)} samples/s")
     if status.state == "cancelled" and not status.complete:
         pieces.append("the same `hiddenq run` or `hiddenq produce` enqueues what is left again")
-    elif status.state != "stopped" and not status.complete and not _has_ended(status):
+    elif not (status.state == "stopped" or status.complete or _has_ended(status) or _is_loading(status)):
         left = f"{format_seconds(status.eta_seconds)} left, done at {format_time(status.eta_at)}"
         pieces.append(left if status.eta_seconds is not None else "no rate yet")
     pieces.append(f"padding {format_share(status.padding)}")

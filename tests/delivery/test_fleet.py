@@ -103,7 +103,7 @@ def test_a_drained_host_finishes_what_it_holds_and_starts_nothing(
 
 
 def test_runs_are_found_by_name_or_because_there_is_only_one(bench: Bench) -> None:
-    with pytest.raises(UsageError, match="no run is live here; start one with `hiddenq run` or `hiddenq produce`$"):
+    with pytest.raises(UsageError, match=r"no run is live here; start one with `hiddenq run` or `hiddenq produce`$"):
         load_run(bench.client)
     first, second = record("first"), record("second")
     save_run(bench.client, first)

@@ -63,6 +63,22 @@ def test_a_run_that_goes_well_has_no_problem_and_its_json_is_its_value(redis_cli
         assert RunStatus.model_validate(json.loads(status.model_dump_json())) == status
 
 
+def test_while_all_gpu_workers_load_the_model_that_is_said_and_no_rate(redis_client: redis.Redis) -> None:
+    with made_fleet(redis_client, made_record()) as (worker, uploader):
+        run_status(redis_client)
+        worker.extract()
+        uploader.upload()
+        worker.say(state="starting", detail="loading the model")  # started again, as by a `run` typed again
+        status = run_status(redis_client)
+        assert status.rate is not None
+        assert summary_line(status) == "demo: the GPU workers load the model, 4/24 samples (16.7 %)"
+        assert "demo  the GPU workers load the model  " in shown(status)
+        for word in ("goes well", "now ", "left, done at"):
+            assert word not in shown(status)
+        worker.say(state="idle")
+        assert "demo: goes well, 4/24 samples (16.7 %), " in summary_line(run_status(redis_client))
+
+
 def test_a_run_is_complete_when_its_last_batch_is_committed_and_not_before(redis_client: redis.Redis) -> None:
     with made_fleet(redis_client, made_record(num_batches=2)) as (worker, uploader):
         worker.extract()
