@@ -27,6 +27,7 @@ from hiddenq.interruption import Interrupted, interruptible
 from hiddenq.owner import owned
 from hiddenq.pipeline import Pipeline, RunSettings
 from hiddenq.storage import ObjectStore, open_store
+from hiddenq.storage.files import must_take_folder, no_empty_folders
 
 __all__ = ["RunSettings", "run"]
 
@@ -49,9 +50,10 @@ def run(settings: RunSettings) -> int:
 def _run(settings: RunSettings) -> int:
     store = open_store(settings.out, settings.store)
     folder = state.state_folder(store)
+    must_take_folder(store.open_local(""))
     is_new = not folder.exists()
     litter: list[Path] = []
-    with contextlib.ExitStack() as stack:
+    with no_empty_folders(folder), contextlib.ExitStack() as stack:
         stack.callback(_remove, litter)
         client, check_owner = _take(stack, store, folder, settings)
         stack.enter_context(Reaper(client, settings.delivery))

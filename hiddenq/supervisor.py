@@ -29,6 +29,7 @@ START_SECONDS = 120.0
 PARENT_VARIABLE = "HIDDENQ_PARENT_PID"
 SUPERVISED = {names.REDIS_WAIT_VARIABLE: "3600"}
 """A child that starts while Redis is away waits for it: its supervisor knew that Redis before."""
+REFUSED = "it ended with what you are to mend (exit status 2): its last line in its log"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -167,7 +168,7 @@ class Supervisor:
             return
         if status == UserError.exit_status:
             child.misconfigured = True
-            child.withdrawn = _last_line(child.spec.log_file) or "its settings are wrong (exit status 2); see its log"
+            child.withdrawn = _last_line(child.spec.log_file) or REFUSED
             logger().error("process_withdrawn", process=name, reason=child.withdrawn)
             return
         how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"

@@ -97,13 +97,20 @@ def _choices(report: PlanReport) -> Table:
     return table
 
 
+def _duration(hours: float) -> str:
+    """Hours; of what takes less than one, minutes or seconds."""
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.1f} seconds"
+
+
 def _outlook(report: PlanReport) -> Table:
     table = _grid()
     if report.rate:
         table.add_row(
             "rate",
             f"{report.rate.tokens_per_second:,.0f} tokens/s ({report.rate.samples_per_second:,.1f} samples/s): "
-            f"{report.rate.hours:,.1f} hours; spool and output must each take "
+            f"{_duration(report.rate.hours)}; spool and output must each take "
             f"{decimal(int(report.rate.bytes_per_second))}/s",
         )
         table.add_row("", Text(report.rate.source))

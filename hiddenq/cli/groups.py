@@ -167,7 +167,12 @@ class HostOptions:
 
     devices: Annotated[str, _option(_HOST, text="auto, cpu, cuda (all GPUs) or a list such as cuda:0,cuda:1.")] = "auto"
     spool: Annotated[
-        Path | None, _option(_HOST, text="Folder for finished shards that wait for upload; may be RAM-backed.")
+        Path | None,
+        _option(
+            _HOST,
+            text="Folder for finished shards that wait for upload; may be RAM-backed. By default OUT/.hiddenq/spool of "
+            "a `run`, else ~/.local/state/hiddenq/spool.",
+        ),
     ] = None
     spool_bytes: Annotated[
         int | None, _option(_HOST, text="High mark of the spool: workers pause above so many bytes.")

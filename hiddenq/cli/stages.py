@@ -63,12 +63,15 @@ def produce(
     from hiddenq.produce import produce as produce_run
     from hiddenq.progress import TerminalProgress
     from hiddenq.storage import open_store
+    from hiddenq.storage.files import must_take_folder, no_empty_folders
 
     configure_logging(stage="producer")
     settings = inputs.settings(more_data or [], run_name=location_name(out))
     location = open_store(out, store.settings)
     delivery = DeliverySettings()
+    must_take_folder(location.open_local(""))
     with (
+        no_empty_folders(location.open_local("")),
         contextlib.closing(connect(queue.redis_url)) as client,
         owned(client, location, settings=delivery, command="hiddenq worker") as check_owner,
         Reaper(client, delivery),

@@ -7,8 +7,6 @@ answer of it, signed or not, because a skewed clock is a reason for being refuse
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
@@ -23,6 +21,7 @@ from hiddenq.contracts.shard import ShardFormat
 from hiddenq.doctor.findings import Finding, error, ok, warning
 from hiddenq.doctor.host import check_room
 from hiddenq.storage import ObjectStore, StoreSettings, open_store
+from hiddenq.storage.files import no_empty_folders
 
 SKEW_WARNING_SECONDS, SKEW_ERROR_SECONDS = 60.0, 600.0
 """S3 refuses signatures that are 900 s off."""
@@ -37,7 +36,7 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
         yield from check_store_clock(settings.endpoint_url or "https://s3.amazonaws.com", clock=clock)
     try:
         store = open_store(uri, settings)
-        with _nothing_left(store.open_local("")):
+        with no_empty_folders(store.open_local("")):
             capabilities = store.probe()
     except StoreAway as away:
         yield error(
@@ -57,19 +56,6 @@ def check_location(uri: str, settings: StoreSettings, *, clock: Callable[[], flo
     config = run_config(store)
     if config and (folder := store.open_local("")):
         yield check_room(Path(folder), num_bytes=remaining_bytes(config, store))
-
-
-@contextlib.contextmanager
-def _nothing_left(folder: Path | None) -> Iterator[None]:
-    """Afterwards no folder is there that was not there before."""
-    above = [folder, *folder.parents] if folder else []
-    made = [path for path in above if not os.path.lexists(path)]
-    try:
-        yield
-    finally:
-        for path in made:
-            with contextlib.suppress(OSError):  # never made, or someone's by now
-                path.rmdir()
 
 
 def check_store_clock(url: str, *, clock: Callable[[], float] = time.time) -> Iterator[Finding]:

@@ -89,6 +89,29 @@ def ensure_folder(folder: Path) -> None:
         fsync_folder(child.parent)
 
 
+@contextlib.contextmanager
+def no_empty_folders(folder: Path | None) -> Iterator[None]:
+    """Afterwards a folder, here or above, that was not there before is there only if something lies in it."""
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)] if folder else []
+    try:
+        yield
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # never made, or in use by now
+                path.rmdir()
+
+
+def must_take_folder(folder: Path | None) -> None:
+    """Refuse a location that can't be a folder, before anything is made there.
+
+    Raises:
+        UsageError: it, or what it lies in, is a file.
+    """
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder) if folder else None
+    if nearest and not nearest.is_dir():
+        raise UsageError(f"--out {folder}: {nearest} is a file; name a folder, which need not be there yet")
+
+
 def fsync_folder(folder: Path) -> None:
     """Put a folder's entries on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -117,21 +117,23 @@ def test_the_test_flag_runs_the_first_hundred_rows_beside_the_location(
         ({"--out": "s3://bucket"}, r"a prefix is needed"),
         ({"--devices": "cuda:9"}, r"cuda:9 is not there"),
         ({"--token-budget": "0"}, r"--token-budget"),
+        ({"--out": "{}/chats.jsonl"}, r"chats\.jsonl is a file; name a folder, which need not be there yet"),
+        ({"--out": "{}/chats.jsonl/below"}, r"--out .*/below: .*chats\.jsonl is a file"),
     ],
 )
 def test_what_is_the_users_to_mend_is_one_line_and_exit_2_and_leaves_nothing_behind(
     change: dict[str, str], message: str, hiddenq: Command, models: dict[str, Path], tmp_path: Path
 ) -> None:
     data = write_rows(tmp_path / "chats.jsonl", chats(3))
-    out = tmp_path / "out"
+    out = tmp_path / "out" / "of"
     options = {"--model": str(models["llama"]), "--data": str(data), "--out": str(out), "--target-layers": "1",
                "--devices": "cpu"} | change  # fmt: skip
-    ended = hiddenq("run", *[part for pair in options.items() for part in pair])
+    ended = hiddenq("run", *[part.format(tmp_path) for pair in options.items() for part in pair])
     assert ended.status == 2, ended
     said = ended.err.strip().splitlines()
     assert len(said) == 1, ended
     assert re.search(message, said[0]), said
-    assert not (out / ".hiddenq").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "home"]
 
 
 def test_a_location_of_another_run_is_refused_naming_the_field(

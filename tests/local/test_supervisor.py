@@ -91,7 +91,9 @@ def test_a_wrong_setting_whose_log_was_removed_is_still_one(
     log = tmp_path / "log"
     supervisor = supervise(spec(f"import os, sys; os.remove({str(log)!r}); sys.exit(2)", log))
     poll_until(supervisor, lambda: supervisor.withdrawn)
-    assert supervisor.withdrawn == {"child": "its settings are wrong (exit status 2); see its log"}
+    assert supervisor.withdrawn == {
+        "child": "it ended with what you are to mend (exit status 2): its last line in its log"
+    }
 
 
 def test_a_log_that_can_not_be_written_is_tried_again_and_at_last_the_reason(

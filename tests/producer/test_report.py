@@ -70,7 +70,7 @@ def test_what_is_shown_holds_all_that_was_asked_for(model: Path, tmp_path: Path)
     )
     text = shown(report)
     for expected in ("303 (messages): 300 kept, 3 rejected", "row 302 (rows.jsonl line 303):", "lengths in tokens",
-                     "█", "padding ratio", "float8_e4m3fn", "1,000 tokens/s", "hours", "as given",
+                     "█", "padding ratio", "float8_e4m3fn", "1,000 tokens/s", "seconds; spool", "as given",
                      "spool and output must each take", "room enough"):  # fmt: skip
         assert expected in text, expected
     rate, (room,) = report.rate, report.rooms
