@@ -206,8 +206,11 @@ def _check(client: redis.Redis, where: str) -> None:
         info: dict[str, Any] = client.info()
         client.set("hiddenq:probe", "1", ex=1)
     except (redis_errors.AuthenticationError, redis_errors.AuthorizationError) as error:
-        verb = "unset" if "without any password" in str(error) else "set"  # it has none, and is told one
-        raise RedisRefused(f"{where}: {error}; {verb} HIDDENQ_REDIS_PASSWORD or HIDDENQ_REDIS_PASSWORD_FILE") from error
+        if "without any password" in str(error):
+            remedy = "it has none: unset HIDDENQ_REDIS_PASSWORD and HIDDENQ_REDIS_PASSWORD_FILE"
+        else:
+            remedy = "set HIDDENQ_REDIS_PASSWORD or HIDDENQ_REDIS_PASSWORD_FILE"
+        raise RedisRefused(f"{where}: {error}; {remedy}") from error
     except redis_errors.ReadOnlyError as error:
         raise RedisRefused(f"{where} is a read-only replica; give the address of the primary") from error
     except redis_errors.ResponseError as error:
