@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 import redis
 
+from hiddenq import state
 from hiddenq.contracts import names
 from hiddenq.contracts.errors import HiddenqError, StoreAway, TransientError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.delivery import OUTAGE_SECONDS, DeliverySettings, RunRecord, through_outage
 from hiddenq.interruption import Interrupted
+from hiddenq.monitor import Embedded
 from hiddenq.produce import ProducerProcess
 from hiddenq.progress import RunProgress, print_summary
 from hiddenq.storage import ObjectStore, Spool, StoreSettings
@@ -82,6 +84,8 @@ class Pipeline:
         self._spool = settings.spool or folder / "spool"
         self._logs = folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
+        own = state.is_own_redis(store, settings.redis_url)
+        self._embedded = Embedded(is_running=True, logs=str(self._logs)) if own else None
         self.is_prepared = False
         """Whether the run exists: from then on nothing of it may be thrown away."""
 
@@ -113,7 +117,7 @@ class Pipeline:
                 write_target_head(self._store, record.config)
             seconds["prepare"] = time.monotonic() - began
             began = time.monotonic()
-            with through_outage(lambda: RunProgress(self._client, record)) as progress:
+            with through_outage(lambda: RunProgress(self._client, record, self._embedded)) as progress:
                 before = progress.committed
                 reason = None if progress.is_ended else self._extract(record, producer, progress)
             seconds["extract and upload"] = time.monotonic() - began

@@ -21,7 +21,7 @@ from hiddenq.contracts.errors import RedisAway, UsageError
 from hiddenq.contracts.manifest import Manifest
 from hiddenq.contracts.wording import counted
 from hiddenq.delivery import RunRecord, fleet
-from hiddenq.monitor import RunStatus, run_status
+from hiddenq.monitor import Embedded, RunStatus, run_status
 from hiddenq.monitor.model import Totals
 from hiddenq.monitor.render import render, summary_line
 from hiddenq.monitor.texts import format_bytes, format_seconds
@@ -62,13 +62,14 @@ class TerminalProgress:
 
 
 class RunProgress:
-    """Shows one run while it goes on."""
+    """Shows one run while it goes on; `embedded`: it has its own Redis, so no commands for a fleet are advised."""
 
-    def __init__(self, client: redis.Redis, record: RunRecord) -> None:
+    def __init__(self, client: redis.Redis, record: RunRecord, embedded: Embedded | None = None) -> None:
         self._client = client
+        self._embedded = embedded
         self._run = record.run
         self._console = Console()
-        self._status: RunStatus = run_status(client, record.run)
+        self._status: RunStatus = run_status(client, record.run, embedded=embedded)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._next_line = time.monotonic() + LINE_SECONDS
         self._has_worker = False
@@ -105,7 +106,7 @@ class RunProgress:
     def refresh(self) -> None:
         """Look again, and show it; what can't be looked at (Redis is away, or has lost the run) stays as it was."""
         try:
-            self._status = run_status(self._client, self._run)
+            self._status = run_status(self._client, self._run, embedded=self._embedded)
         except (RedisAway, UsageError, redis.RedisError):
             return
         self._show()

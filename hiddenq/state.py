@@ -46,6 +46,15 @@ def names_redis(redis_url: str | None) -> bool:
     return bool(redis_url or os.environ.get(REDIS_VARIABLE))
 
 
+def is_own_redis(store: ObjectStore, redis_url: str | None) -> bool:
+    """Whether the Redis that is meant is the embedded one of this location: none is named, or that one is."""
+    named = redis_url or os.environ.get(REDIS_VARIABLE)
+    if not named:
+        return True
+    server = EmbeddedServer.find(state_folder(store) / "redis")
+    return server is not None and server.url == named
+
+
 @contextlib.contextmanager
 def redis_of(store: ObjectStore, redis_url: str | None) -> Iterator[redis.Redis]:
     """A client of the Redis that has this location's run: the one named, else the embedded one, woken if it sleeps.

@@ -67,7 +67,7 @@ def _open_run(meant: RunOptions, queue: QueueOptions, store: StoreOptions) -> It
         raise UsageError(f"--out {meant.out}: no run.json there; start with `hiddenq run`")
     with state.redis_of(location, queue.redis_url) as client:
         run = known_run(client, config.run).run
-        yield _Opened(client, run, None if state.names_redis(queue.redis_url) else location)
+        yield _Opened(client, run, location if state.is_own_redis(location, queue.redis_url) else None)
 
 
 class _Opened(NamedTuple):

@@ -77,7 +77,11 @@ def test_everything_killed_at_once_and_the_same_command_completes_it(
     process = met(hiddenq, arguments, out, num_shards=2)
     kill([process.pid])
     ended(process)
+    server = EmbeddedServer.find(out / ".hiddenq" / "redis")
+    assert server, "it outlives its run"
     _assert_called_stopped(hiddenq("status", "--out", out))
+    named = {"HIDDENQ_REDIS_URL": server.url, "HIDDENQ_REDIS_PASSWORD_FILE": str(server.password_file)}
+    _assert_called_stopped(Command(hiddenq.environment | named)("status", "--out", out))
     kill([*processes_with(str(out)), *_servers_of(out)])
     _assert_called_stopped(hiddenq("status", "--out", out))
     done = num_shards_of(out)
