@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hiddenq.contracts.errors import BadMessage, DamagedShard, MissingShard, SpoolAway, SpoolGone, UsageError
-from hiddenq.storage import Spool, SpoolEntry, quarantine, spool
+from hiddenq.storage import Spool, SpoolEntry, SpoolPresence, quarantine, spool
 from hiddenq.storage.spool_file import allocate
 from tests.support.small_disk import SMALL_DISK_BYTES
 
@@ -316,6 +316,24 @@ def test_only_temporaries_of_dead_executions_are_swept(tmp_path: Path) -> None:
     assert opened.sweep(lambda execution: execution == "bbbbbbbb") == [f".tmp-bbbbbbbb-{name(2, 'bbbbbbbb')}"]
     living.publish()
     assert [entry.file_name for entry in opened.files()] == [name(1, "aaaaaaaa"), name(3)]
+
+
+def test_what_a_copy_took_over_unfinished_from_its_original_is_abandoned_and_goes(tmp_path: Path) -> None:
+    original = Spool.open(tmp_path / "spool")
+    assert original.reserve(name(1), 10) is not None
+    assert SpoolPresence(original.folder, original.spool_id).show(1)
+    before = sorted(path.name for path in original.folder.iterdir())
+    shutil.copytree(original.folder, tmp_path / "copy")
+    (tmp_path / "copy" / "spool_id").unlink()
+    copy = Spool.open(tmp_path / "copy")
+    [holder] = copy.folder.glob(".holder-*")
+    presence = SpoolPresence(copy.folder, copy.spool_id)
+    assert presence.show(1)
+    assert copy.sweep(lambda execution: True) == [f".tmp-0123abcd-{name(1)}"]
+    os.utime(holder, (0, time.time() - 86500))  # nobody wrote it for a day
+    presence.leave()
+    assert not [*copy.folder.glob(".tmp-*"), *copy.folder.glob(".holder-*")]
+    assert sorted(path.name for path in original.folder.iterdir()) == before
 
 
 def test_reserving_from_several_threads_counts_each_byte_once(tmp_path: Path) -> None:
