@@ -150,7 +150,8 @@ def print_summary(
         table.add_row("rate", f"{num_tokens / took:,.0f} tokens/s, {num_samples / took:,.2f} samples/s")
     table.add_row("wall time", ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items()))
     if stages and num_tokens > 0:
-        table.add_row("by stage", ", ".join(f"{name} {value:.1f} s" for name, value in stages.items()))
+        named = {"compute" if name == "gpu" else name: value for name, value in stages.items()}  # on a CPU, perhaps
+        table.add_row("by stage", ", ".join(f"{name} {value:.1f} s" for name, value in named.items()))
     table.add_row(
         "result",
         "complete" if manifest.complete else f"incomplete: {counted(len(manifest.dead_letters), 'dead letter')}",
