@@ -173,13 +173,16 @@ class Consumer(Endings[M]):
     def claim(self, limit: int = 1) -> list[Claim[M]]:
         """Up to `limit` jobs; [] if nothing waits, or once stopping. Messages that break the contract are set aside.
 
+        Nor does a process claim anew what it has just handed back, while a stall ends it beside this thread.
+
         Raises:
             UnknownSchema: a message of a newer hiddenq; everything was handed back, and this process should end.
             UsageError: the spool is a copy of one that is in use; likewise.
         """
         if self._holders:
             self._holders.check()
-        return [] if self.stopping.is_set() else self._intake.claim(self.queues, limit)
+        is_ending = self.stopping.is_set() or self._departure.is_leaving
+        return [] if is_ending else self._intake.claim(self.queues, limit)
 
     def enter(self, claim: Claim[M], stage: str) -> None:
         """Enter a stage; it is in Redis when this returns, and its deadline runs from now.

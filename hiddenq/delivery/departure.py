@@ -53,6 +53,11 @@ class Departure(Generic[M]):
         self._left = threading.Event()
         self._on_stall = on_stall
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether what is held is being handed back, or was."""
+        return self._left.is_set()
+
     def stop(self, signum: int) -> None:
         """First signal: claim no more."""
         self.stop_signal = signum

@@ -121,6 +121,15 @@ def test_leaving_hands_back_at_once_and_charges_nobody(bench: Bench) -> None:
     assert {claim.attempt for claim in claims} == {1}
 
 
+def test_a_process_that_a_stall_ends_claims_nothing_that_it_hands_back(bench: Bench) -> None:
+    bench.enqueue(2)
+    stalled, other = bench.gpu_worker(), bench.gpu_worker()
+    stalled.claim(2)
+    stalled._departure.leave(withdraw=False)  # by the keeper's thread, while others go on
+    assert stalled.claim(2) == []
+    assert len(other.claim(2)) == 2
+
+
 def test_a_lease_is_renewed_for_as_long_as_the_process_lives(bench: Bench) -> None:
     bench.enqueue(1)
     worker, other = bench.gpu_worker(), bench.gpu_worker()
