@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 from wsgiref.simple_server import make_server
 
 import pytest
@@ -31,12 +30,22 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-def requests() -> list[Any]:
-    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+@pytest.fixture
+def requests() -> Callable[[], list[threading.Thread]]:
+    """The threads that serve a request now, without what other tests' servers have."""
+    before = set(threading.enumerate())
+
+    def running() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if "process_request" in each.name and each not in before]
+
+    return running
 
 
 def test_a_client_that_says_nothing_is_left_after_a_while(
-    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    port: int,
+    requests: Callable[[], list[threading.Thread]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(_Handler, "timeout", 0.2)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
@@ -45,7 +54,9 @@ def test_a_client_that_says_nothing_is_left_after_a_while(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_client_that_breaks_off_leaves_no_traceback(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_breaks_off_leaves_no_traceback(
+    port: int, requests: Callable[[], list[threading.Thread]], capfd: pytest.CaptureFixture[str]
+) -> None:
     client = socket.create_connection(("127.0.0.1", port), timeout=60)
     client.sendall(b"GET / HTTP")
     wait_until(requests)
