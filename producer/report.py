@@ -19,13 +19,13 @@ from hiddenq.contracts.layers import resolve_target_layers
 from hiddenq.contracts.manifest import Rejected
 from hiddenq.contracts.run import ModelIdentity
 from hiddenq.contracts.shard import ShardFormat
+from hiddenq.contracts.wording import shown
 from producer.batching import cut_batches
 from producer.histogram import LengthBin, LengthCounts
 from producer.job import Job, Progress, no_progress
 from producer.order import SampleOrder, iterate_lengths
 from producer.outlook import Rate, RateEstimate, Room, estimate_rate, find_rooms
 from producer.settings import ProducerSettings
-from producer.sources import shown
 
 _TOKEN_BYTES = 5
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import orjson
 
 from hiddenq.contracts.errors import DatasetError, words_of
 from hiddenq.contracts.run import DataFile
+from hiddenq.contracts.wording import shown
 from hiddenq.model_identity import hub_answers
 from hiddenq.storage import holds_credentials
 from producer.spill import needing_room
@@ -109,11 +109,6 @@ def _resolve_local(entry: str) -> list[InputFile]:
     if _may_be_hub(entry):
         return _hub_files(entry)
     raise DatasetError(f"--data {entry}: no such file")
-
-
-def shown(path: str | Path) -> str:
-    """A path as text that JSON takes: bytes of it that are no UTF-8 are replaced."""
-    return os.fsencode(path).decode(errors="replace")
 
 
 def _folder_files(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hiddenq.contracts.errors import DamagedShard, MissingShard, UsageError
+from hiddenq.contracts.wording import shown
 
 TEMPORARY_PREFIX = ".tmp-"
 """Of files that are not whole yet: `.tmp-<8 characters>-<final name>`."""
@@ -62,8 +63,7 @@ def must_be_utf8(what: str, name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        shown = os.fsencode(name).decode(errors="replace")
-        raise UsageError(f"{what} {shown}: this name is no UTF-8; choose one that is") from None
+        raise UsageError(f"{what} {shown(name)}: this name is no UTF-8; choose one that is") from None
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
